@@ -107,6 +107,11 @@ def some(words: Sequence[str], most: int = 3) -> str:
     return ", ".join(words[:most]) + more
 
 
+def at_path(path: str) -> str:
+    """Return `path` after the word "at", for use after a noun. Return an empty text for the root."""
+    return "" if path == "." else f" at {path}"
+
+
 def _fact(fact: object, most: int = _LONGEST_FACT) -> str:
     """Return `fact` as text. If it is longer than `most`, its middle is replaced: names in files can have megabytes."""
     text = str(fact)

@@ -191,5 +191,5 @@ def lower(**bounds: int) -> None:
     """
     for name, bound in bounds.items():
         if not 0 < bound <= getattr(LIMITS, name, 0):
-            raise ValueError(f"{name}={bound} lowers no limit")
+            raise ValueError(f"{name}={bound} does not lower the limit")
         object.__setattr__(LIMITS, name, bound)  # modules have imported this object

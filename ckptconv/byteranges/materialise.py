@@ -151,7 +151,7 @@ class Pieces:
                     for chunk in reading.inflated(data):
                         file.write(chunk)
             except OSError as error:
-                what = f"a deflated part of {data.of.source.path} cannot be inflated there"
+                what = f"compressed data of {data.of.source.path} cannot be unpacked to a temporary file"
                 raise self._no_room(what, data.length, error.strerror or error) from error
         return self._inflated[id(data)]
 
@@ -161,10 +161,10 @@ class Pieces:
             try:
                 free = calls.free_space(self._spool_folder())
             except OSError as error:
-                what = "what is deflated cannot be inflated there"
+                what = "compressed data cannot be unpacked to a temporary file"
                 raise self._no_room(what, self.spooled_bytes, error.strerror or error) from error
             if free < self.spooled_bytes:
-                what = "not enough free space to inflate compressed data"
+                what = "not enough free space to unpack compressed data"
                 raise self._no_room(what, self.spooled_bytes, f"{free:,} bytes")
 
     def _no_room(self, what: str, needed: int, got: object) -> OutputError:

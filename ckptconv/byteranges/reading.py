@@ -130,7 +130,7 @@ def _next(stream: Iterator[bytes | memoryview]) -> memoryview:
 
 def no_bytes(where: str) -> MalformedError:
     """Return the error for a text that should contain bytes and has characters above 255. `where` is its location."""
-    return MalformedError("a text that stands for bytes has characters that no byte has", where=where)
+    return MalformedError("a text that encodes bytes has characters above U+00FF", where=where)
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Latin1Text(ComputedSource):
         self.size = self._starts.pop()
 
     def _step(self, i: int) -> bytes:
-        """Return the bytes of the characters that begin in block `i` of the text."""
+        """Return the bytes of the characters that begin in block `i` of the text. Raises MalformedError."""
         of, last = self._of, self._last
         if (last.offset, last.index) != (of.offset, i):
             start, end = i * _STEP, min((i + 1) * _STEP, of.length)

@@ -187,7 +187,10 @@ class Sums:
         return [self._result(i, span) for i, span in enumerate(self._spans)]
 
     def _result(self, i: int, span: Piece) -> int:
-        """Return the checksum of `span`, which has the index `i`, combined from those of its ranges."""
+        """Return the checksum of `span`, which has the index `i`, combined from those of its ranges.
+
+        If a range could not be read, its error is added to ``errors``, and 0 is returned.
+        """
         crc32 = 0
         for part in span.ranges():
             found = self._found[id(part)]

@@ -500,7 +500,7 @@ def lock_exclusive(fd: int, where: object) -> None:
         calls.lock(fd, exclusive=True)
     except BlockingIOError as error:
         raise RefusedError(
-            "another process reads or changes the file", where=where, hint="try again after it has ended"
+            "another process is using the file", where=where, hint="try again after it has ended"
         ) from error
     except OSError as error:
         raise RefusedError(
@@ -522,7 +522,7 @@ def lock_shared(fd: int, where: object) -> None:
         calls.lock(fd, exclusive=False)
     except BlockingIOError as error:
         raise UnreadableError(
-            "another process changes the file in place", where=where, hint="try again after it has ended"
+            "another process is changing the file in place", where=where, hint="try again after it has ended"
         ) from error
     except (OSError, ImportError):
         pass

@@ -298,11 +298,11 @@ def _check_owner(path: Path, info: os.stat_result, owner: int) -> None:
     if not stat.S_ISREG(info.st_mode):
         problem = "it is not a regular file"
     elif info.st_nlink != 1:
-        problem = "it has several names"
+        problem = "it has hard links"
     elif info.st_uid not in (owner, os.geteuid()):
-        problem = "it belongs to another user than the file"
+        problem = "its owner is not the owner of the file"
     elif info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        problem = "others may write it"
+        problem = "other users can write to it"
     if problem:
         raise RefusedError(f"the undo journal is not trusted: {problem}", where=path, hint=_LOOK)
 

@@ -206,9 +206,9 @@ def _undecided(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, No
         if isinstance(node, Call) and not isinstance(node.callable, Global):
             for meaning in meanings.of(node.callable):
                 if isinstance(meaning, _Made) and _is_known(meaning) and not leads_to_danger(*meaning.by):
-                    yield f"a call of what {meaning.by} gives", node
+                    yield f"a call of the result of {meaning.by}", node
                 elif isinstance(meaning, _Other) and meaning.is_known:
-                    yield "a call of what a call gives", node
+                    yield "a call of the result of a call", node
 
 
 def _changed(graph: Graph) -> Iterator[tuple[str, Node]]:
@@ -503,14 +503,14 @@ def _danger_of(meaning: _Meaning) -> str | None:
         return None
     shown = meaning.name[:_LONGEST_SHOWN]
     if meaning.of and _evaluates_texts(meaning.of.by.module):  # methods evaluate texts too
-        return f"the attribute {shown!r} of what {meaning.of.by} gives"
+        return f"the attribute {shown!r} of the result of {meaning.of.by}"
     if not meaning.is_known:
         return None
     if meaning.of is None:
-        return f"the attribute {shown!r} of what a call gives" if is_method(meaning.name) else None
+        return f"the attribute {shown!r} of the result of a call" if is_method(meaning.name) else None
     by = meaning.of.by
     if listed(by.module, f"{by.name}.{meaning.name}") or is_method(meaning.name, of_known_class=meaning.of.of_class):
-        return f"the attribute {shown!r} of what {by} gives"
+        return f"the attribute {shown!r} of the result of {by}"
     return None
 
 
@@ -542,14 +542,14 @@ def _names_looked_up(call: Call, function: str, meanings: _Meanings, *, is_used:
     is_getattr = function in _GETATTRS
     names = args[1:2] if is_getattr else args if function in _GETTERS else args[:1]
     if not names:
-        yield "what is computed"
+        yield "a computed name"
     elif len(names) > _MOST_MEANINGS:
-        yield "more names than are looked at"
+        yield "too many names to check"
     for each in names[: _MOST_MEANINGS + 1]:
         text = _name_in(each)
         words = text.split(".") if text is not None else []
         if text is None:
-            yield "what is computed"
+            yield "a computed name"
             continue
         if not (is_getattr or is_used) and INNARDS.isdisjoint(words):
             continue
@@ -581,7 +581,7 @@ def _handed_on(
             if not isinstance(child, Global) or not (isinstance(node, Call) or id(node) in used):
                 continue
             if id(child) in look_ups and child is not called:
-                yield f"{imported_name(child, 2)}, not called", child
+                yield f"{imported_name(child, 2)}, passed as a value", child
             entry = classes.get(id(child))
             is_call = isinstance(node, Call)
             if (entry == "new" and id(node) not in rebuilt) or (

@@ -361,7 +361,7 @@ def _difference_error(checkpoint: Checkpoint, differ: list[Replica]) -> RefusedE
         more = f", and {len(dropped) - len(paths):,} more" if len(dropped) > len(paths) else ""
         hint = "to leave them out: " + option("drop", paths) + more
     return RefusedError(
-        "the files contain different copies of the same value, and nothing tells which one is right",
+        "the files contain different copies of the same value, and it is not known which one is right",
         where=checkpoint.source.path,
         got=some([f"{path} in {a} and {b}" for path, (a, b) in files.items()], 5),
         hint=hint,

@@ -217,7 +217,7 @@ def checkpoint_of(
 def _references(graph: Graph, record: Callable[[str], Data | None], where: str, faults: FaultSink) -> list[Reference]:
     """Return the persistent ids of `graph` with their storages.
 
-    An id with a fault is left out, and its fault is reported.
+    An id with a fault is left out, and its fault is passed to the sink.
     """
     references: list[Reference] = []
     storages: dict[str, Storage] = {}
@@ -249,7 +249,7 @@ def _references(graph: Graph, record: Callable[[str], Data | None], where: str, 
                     expected = f"a record data/{key}"
                     raise MalformedError("the file has no such storage", where=where, expected=expected)
                 if data.length != nbytes:
-                    raise bad(key, "has another size than its record", f"{nbytes} bytes", data.length)
+                    raise bad(key, "has a different size from its record", f"{nbytes} bytes", data.length)
                 storage = storages[key] = Storage(key, tag, nbytes, data)
             elif (storage.nbytes, storage.device) != (nbytes, tag):
                 expected = f"{storage.nbytes} bytes on {storage.device}"

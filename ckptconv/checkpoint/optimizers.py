@@ -175,7 +175,7 @@ def optimizers_in(index: Index, detected: Detected) -> list[Optimizer]:
             states.update([id(found.state), *{id(group.node) for group in found.groups}])
     for found in read.values():
         if any(states[id(node)] > 1 for node in (found.state, *(group.node for group in found.groups))):
-            read[id(found.node)] = _in_trouble(found.path, found.node, "it shares its state or a group with another")
+            read[id(found.node)] = _in_trouble(found.path, found.node, "another optimizer shares its state or a group")
     return list(read.values())
 
 
@@ -315,7 +315,7 @@ def names_in(optimizer: Optimizer, weights: Weights, *, in_order: bool) -> dict[
         in_order: Whether the user asserts that the parameters of each group are in the order of the state dict.
     """
     for name, shape, own in mismatched(optimizer, weights):
-        return f"its state of {name} has the shape {[*shape]}, and the weight {[*own]}"
+        return f"its state of {name} has the shape {[*shape]}, but the weight {[*own]}"
     if optimizer.names is not None:
         return optimizer.names
     found: dict[Key, str] = {}
@@ -326,7 +326,7 @@ def names_in(optimizer: Optimizer, weights: Weights, *, in_order: bool) -> dict[
     if not in_order or all(len(names) == 1 for _, names in alternatives(optimizer, weights)):
         return found
     if not weights.is_ordered:
-        return f"the names in {weights.path} are sorted, as safetensors does, and not in the order of the model"
+        return f"safetensors sorts names, so {weights.path} does not have the order of the model"
     return _in_order(optimizer, weights)
 
 
@@ -360,12 +360,12 @@ def _in_order(optimizer: Optimizer, weights: Weights) -> dict[Key, str] | str:
                     later.setdefault(further, []).extend((each, params[at[g]], name) for each in readings)
         steps = {at: readings[:2] for at, readings in later.items()}
         if work > LIMITS.optimizer_steps:
-            return "too many parameters have no state that tells their shape"
+            return "too many parameters have no state with their shape"
     found = [_unrolled(each) for each in steps.get(tuple(map(len, groups)), [])]
     if len(found) == 1:
         return found[0]
     if not found:
-        return f"the order of {weights.path} does not fit the shapes of its state"
+        return f"the order of {weights.path} does not match the shapes of its state"
     a, b = found
     key = next(key for key in optimizer.params if a[key] != b[key])
     return doubt_of([key], [a[key], b[key]])

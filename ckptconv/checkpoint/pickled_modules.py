@@ -347,9 +347,9 @@ class _Reader:
             if inner is None:
                 above.discard(id(way.pop()))
                 continue
-            trouble = f"a module stands in itself, at {prefix[:-1]}" if id(inner) in above else None
+            trouble = f"a module contains itself, at {prefix[:-1]}" if id(inner) in above else None
             if trouble is None and self.room < 0:
-                trouble = "its modules stand in one another so often that the names are too many"
+                trouble = "its modules contain one another so often that there are too many names"
             if trouble:
                 return PickledModule(module.path, place, module.cls, opened={id(node)}, trouble=trouble)
             level = self.level(inner)

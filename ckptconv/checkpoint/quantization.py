@@ -234,10 +234,12 @@ def _fitted(each: Quantized, tensors: Mapping[str, TensorInfo], config: Quantiza
     scale, *second = (tensors[name] for name in each.scales)
     allowed = _NUMBERS | _EXPONENTS if fp8 else {"float8_e4m3fn"} if second else _EXPONENTS
     if scale.dtype not in allowed:
-        raise _Unreadable(f"{each.scales[0]} has a dtype that is no scale's", ", ".join(sorted(allowed)), scale.dtype)
+        raise _Unreadable(
+            f"{each.scales[0]} has a dtype that scales do not have", ", ".join(sorted(allowed)), scale.dtype
+        )
     for other, info in zip(each.scales[1:], second, strict=True):
         if prod(info.shape) != 1 or info.dtype not in _NUMBERS:
-            raise _Unreadable(f"{other} is not one number", "1 element", f"{info.dtype} {[*info.shape]}")
+            raise _Unreadable(f"{other} is not a single number", "1 element", f"{info.dtype} {[*info.shape]}")
     shape = codes.shape
     if each.transposed:
         if len(shape) != 4 or shape[3] != 16 or scale.shape != shape[:3]:

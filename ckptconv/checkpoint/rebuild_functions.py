@@ -313,7 +313,7 @@ class TensorReader:
         """
         if self.depth == LIMITS.nested_calls:
             raise LimitError(
-                "too many calls around each other make a tensor", expected=f"at most {LIMITS.nested_calls}"
+                "the calls that create a tensor are nested too deeply", expected=f"at most {LIMITS.nested_calls}"
             )
         self.depth += 1
         try:
@@ -322,7 +322,7 @@ class TensorReader:
             self.depth -= 1
 
     def of_call(self, function: str, args: list[Value]) -> TensorInfo | None:
-        """Return the same as :meth:`read`, without counting the depth of calls."""
+        """Return the tensor of a call, or None, as :meth:`read` does, without counting the depth of calls."""
         if function in STRIDED:
             return self.strided(function, args)
         if function in PARAMETER:
@@ -374,7 +374,7 @@ class TensorReader:
         offset = _at(args, 1)
         if not is_count(offset):
             got = offset if type(offset) is int else type_of(offset).__name__
-            raise _Bad("a tensor's offset is no count of elements", got=got)
+            raise _Bad("a tensor's offset is not a number of elements", got=got)
         shape, stride = _sizes(_at(args, 2), _at(args, 3))
         quantized = function.endswith("_rebuild_qtensor")
         elements, reach, is_contiguous = _layout(shape, stride)
@@ -545,7 +545,7 @@ def is_spread(cls: Value) -> bool:
 def partial_notes(tensors: Mapping[str, TensorInfo]) -> list[str]:
     """Return a list with one note about the partial tensors among `tensors`. The list is empty if there are none."""
     paths = [path for path, info in tensors.items() if info.kind == "partial"]
-    what = "the file holds what one process had of each, and the shape is that of the whole"
+    what = "the file contains one process's part of each, but the shapes of the complete tensors"
     return [f"partial: {some(paths, _SHOWN)}; {what}"] if paths else []
 
 
@@ -582,7 +582,7 @@ def _sizes(size: Value, stride: Value) -> tuple[tuple[int, ...], tuple[int, ...]
     """Return `size` and `stride` as tuples of integers. Raise _Bad unless both are such tuples of the same length."""
     shape, strides = ints_of(size), ints_of(stride)
     if shape is None or strides is None or len(shape) != len(strides):
-        raise _Bad("a tensor's shape and stride do not fit", "two tuples of as many counts")
+        raise _Bad("a tensor's shape and stride do not match", "two tuples of non-negative integers, of equal length")
     return shape, strides
 
 

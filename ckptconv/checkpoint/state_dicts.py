@@ -18,6 +18,7 @@ from typing import Any
 from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
 from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
+from ckptconv.errors import at_path
 from ckptconv.hints import option
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
@@ -138,7 +139,7 @@ class Detected:
         if first is None:
             return None
         return (
-            f"the names are in a pickled module ({first.cls} at {first.path}): "
+            f"the names are in a pickled module ({first.cls}{at_path(first.path)}): "
             + option("state_dict")
             + " extracts its state dict, whose names can be changed"
         )

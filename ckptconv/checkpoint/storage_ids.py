@@ -79,7 +79,7 @@ def checked_storage_id(node: PersistentId, where: str) -> StorageId:
     items = node.id.items if isinstance(node.id, Tuple) else []
     parts = f"{len(items)} parts"
     if len(items) < 5 or text_of(items[0]) != STORAGE:
-        raise MalformedError("a persistent id names no storage", where=where, expected=expected, got=parts)
+        raise MalformedError("a persistent id does not name a storage", where=where, expected=expected, got=parts)
     if len(items) > 5:
         raise UnsupportedError(
             "a persistent id has parts that are not known to this version", where=where, expected=expected, got=parts
@@ -100,7 +100,7 @@ def no_class(named: Value, where: str) -> InputError:
     got = named if isinstance(named, Global) else type_of(named).__name__
     if isinstance(named, Global) and named.module in _MODULES and named.name.endswith("Storage"):
         return UnsupportedError("a storage class that is not known to this version", where=where, got=got)
-    return MalformedError("a persistent id names no storage class", where=where, got=got)
+    return MalformedError("a persistent id does not name a storage class", where=where, got=got)
 
 
 def new_id(cls: Global, key: str, tag: str, numel: int) -> Tuple:

@@ -62,7 +62,7 @@ class Command(click.Command):
         """Return the click error as a UsageError with the arguments that the command or option expects."""
         flag = getattr(error, "option_name", None)
         option = getattr(error, "param", None) or next((each for each in self.params if flag in each.opts), None)
-        ours = UsageError(error.format_message().rstrip("."))
+        ours = UsageError(" ".join(error.format_message().rstrip(".").split()))
         if isinstance(error, click.MissingParameter) or not option:
             usage = self.collect_usage_pieces(click.Context(self))[1:]  # the arguments without the options
             ours.expected = " ".join([f"ckptconv {self.name}", *usage])

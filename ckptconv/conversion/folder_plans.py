@@ -155,7 +155,7 @@ def _plain_configs(
             files.append(OutFile(other.path, (Literal(data),), len(data)))
             notes.append(f"{name} is written without quantization_config, with dtype {' and '.join(sorted(words))}")
         elif words and name == "hf_quant_config.json" and other.kind == "file":
-            notes.append(f"{name} is not copied: the weights are not quantized any more")
+            notes.append(f"{name} is not copied: the weights are no longer quantized")
         else:
             left.append(other)
     return files, left, notes
@@ -281,9 +281,9 @@ def _about_config(folder: Path, plan: Plan) -> list[str]:
         return []
     if plan.changes.dequantized and isinstance(parsed.get("quantization_config"), dict):
         if plan.changes.still_quantized:
-            return ["config.json has quantization_config: name the modules there that are not quantized any more"]
+            return ["config.json has quantization_config: list the modules there that are no longer quantized"]
         return [
-            "config.json has quantization_config, which is false for the new weights: take it out; of a folder, "
+            "config.json has quantization_config, which is wrong for the new weights: remove it; for a folder, "
             + option("copy_others")
             + " writes one without"
         ]

@@ -354,7 +354,7 @@ def _check_file(file: _File, *, force: bool) -> None:
     links = os.fstat(file.fd).st_nlink
     if links > 1 and not force:
         raise RefusedError(
-            f"the file has {links} names (hard links), and all would change",
+            f"the file has {links} names (hard links), and all of them would change",
             where=file.path,
             hint=option("force") + " changes it",
         )
@@ -562,7 +562,7 @@ def _set_of(first: _Opened, opened: ExitStack) -> list[_Opened]:
     if leader.state == DONE and len(others) + 1 < len(names):
         lost = [name for name in names if name not in (named, *others)]
         raise RefusedError(
-            "some files of the set were changed or undone one by one since then", where=target, got=some(lost)
+            "some files of the set were changed or undone separately since then", where=target, got=some(lost)
         )
     files = [leader, *map(open_member, others)]
     for path, _, member, _ in files[1:]:

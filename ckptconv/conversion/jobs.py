@@ -51,7 +51,11 @@ class Job:
     request: Request | None = None
 
     def __post_init__(self) -> None:
-        """Raise ArgumentTypeError or UsageError if a keyword is unknown or its value is wrong."""
+        """Check the keywords, and copy them to a dict.
+
+        Raises ArgumentTypeError or UsageError if a keyword is unknown or its value is wrong, or if a change in place
+        has another output.
+        """
         known = JobOptions.__annotations__
         for name in self.edits:
             if name not in known:

@@ -21,7 +21,7 @@ from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices
 from ckptconv.edits.options import Edits
 from ckptconv.edits.retag import tags_of, unmatched_rules
-from ckptconv.errors import CkptconvError, DangerousError, RefusedError, UsageError, require_torch, some
+from ckptconv.errors import CkptconvError, DangerousError, RefusedError, UsageError, at_path, require_torch, some
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.layout import Layout, check_growth
 from ckptconv.formats.sharded import index as sharded
@@ -462,12 +462,12 @@ def refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:
     if found:
         raise DangerousError(
             (
-                "this file calls functions that no checkpoint needs, and loading it may run them"
+                "loading this file may run functions that no checkpoint needs"
                 if dangers
-                else "this file contains pickles that cannot be judged"
+                else "this file contains pickles that cannot be checked"
             ),
             where=checkpoint.source.path,
-            got=some([f"{each.name} at {each.path}" for each in dangers or found], _SHOWN),
+            got=some([each.name + at_path(each.path) for each in dangers or found], _SHOWN),
             hint=(
                 "do not load it; " + option("allow_unsafe") + " copies the call without running it"
                 if dangers

@@ -161,4 +161,4 @@ def _message(task: Task) -> bytes:
 
 
 def _not_sent(task: Task, why: object) -> Outcome:
-    return Outcome(task.job, error=UsageError(f"it cannot be handed to another process: {why}", where=task.job.src))
+    return Outcome(task.job, error=UsageError(f"it cannot be sent to another process: {why}", where=task.job.src))

@@ -146,7 +146,7 @@ def format_of(path: Path, format: str | None) -> str | None:
     words = [writer.word for writer in admitted(path.name)]
     if format and format not in words:
         raise UsageError(
-            f"the suffix says {' or '.join(words)} and " + option("format", format),
+            f"the suffix means {' or '.join(words)}, not " + option("format", format),
             where=path,
             hint="change one of them",
         )

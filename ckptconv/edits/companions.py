@@ -70,7 +70,7 @@ def check_companions(
                 )
             stacked.append(bias)
     names = [*dict.fromkeys(stacked)]
-    return [f"the weights beside {some(names)} are stacked, and these biases stay as they are"] if names else []
+    return [f"the weights next to {some(names)} are stacked, but these biases are unchanged"] if names else []
 
 
 def _check_gates(groups: Sequence[Group], where: object) -> None:
@@ -80,7 +80,7 @@ def _check_gates(groups: Sequence[Group], where: object) -> None:
         other = wholes.get(name.removesuffix("gate_up_proj") + "down_proj")
         if name.endswith("gate_up_proj") and other and shape[1:] != (2 * other[-1], *other[1:-1]):
             raise RefusedError(
-                f"{name} has its dimensions in another order than the rules are for",
+                f"{name} has its dimensions in an order that the rules are not for",
                 where=where,
                 expected=f"{[other[0], 2 * other[-1], *other[1:-1]]} beside down_proj {[*other]}",
                 got=f"{[*shape]}",

@@ -39,8 +39,8 @@ from ckptconv.pickles.graph import Call, Value
 
 _TARGETS = frozenset({"float64", "float32", "float16", "bfloat16"})
 _MOST = 20  # globs in a hint
-_DONE = "the weights were multiplied by them"
-_UNREAD = "nothing reads them once the weights are not quantized"
+_DONE = "scales that the weights now include"
+_UNREAD = "they are not needed after the weights are dequantized"
 
 
 def dequantize(checkpoint: Checkpoint, rules: Sequence[DTypeRule], changes: Changes) -> bool:
@@ -199,7 +199,7 @@ class _Weights:
         if each.weight != each.codes and each.weight in tensors:
             raise CollisionError(f"{each.codes} would become {each.weight}, which exists", where=where)
         if self.checkpoint.byteorder == "big":
-            raise RefusedError("scales in a big-endian file are not read", where=where, got=each.scales[0])
+            raise RefusedError("scales in a big-endian file cannot be read", where=where, got=each.scales[0])
 
     def _piece(self, name: str, info: TensorInfo) -> Piece:
         """Return the bytes of the tensor `name`. Raise RefusedError if they are deflated or made of other bytes."""

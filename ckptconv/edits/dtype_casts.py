@@ -86,10 +86,10 @@ class _Tie:
             if rule.dtype != self.rule.dtype:
                 same = self.named[0] if self.named[0] == path else f"{self.named[0]} and {path}, which are one tensor"
                 raise UsageError(
-                    f"two rules say what becomes of {same}",
+                    f"two rules match {same}",
                     got=f"{self.rule} and {rule}",
                     hint=(
-                        "the more particular goes first: a whole name, then a glob that another one includes"
+                        "the more specific rule wins: a full name, then a glob that another one includes"
                         " (layers.0.* in layers.*), then a bare dtype"
                     ),
                 )
@@ -173,27 +173,27 @@ def _obstacle(tie: _Tie, rule: DTypeRule, tied: list[View], views: Views) -> str
         return dtype
     if dtype.startswith("float8") and tie.rank == _WEIGHTS:
         if tie.scale:
-            return f"{dtype} that has a scale, by which no cast multiplies it"
-        return f"{dtype} goes with scales, so only a GLOB casts it"
+            return f"{dtype} that has a scale, which a cast does not apply"
+        return f"{dtype} has scales, so only a GLOB casts it"
     if tie.is_scale and tie.rank < _EXACT:
-        return "scales of quantized weights: they are cast only by their full names"
+        return "scales of quantized weights, which are cast only by their full names"
     if tie.counts and tie.rank < _EXACT:
-        return "an optimizer's steps, of which fewer bits lose count: only the whole path casts them"
+        return "an optimizer's steps, which fewer bits would round: only the full path casts them"
     storage = tied[0].storage
     if storage in views.used_otherwise:
-        return "something else refers to the storage"
+        return "another object refers to the storage"
     if len(views.dtypes_of[storage]) > 1:
         return "the storage is shared under two dtypes"
     if storage.nbytes % BY_NAME[dtype].itemsize:
         return "the storage ends within an element"
     old, new = BY_NAME[dtype], BY_NAME[rule.dtype]
     if new.storage_class is None and any(view.info.requires_grad for view in tied):
-        return f"torch loads no {new.name} that requires grad and is no Parameter"
+        return f"torch cannot load a {new.name} that requires grad and is not a Parameter"
     if new.name.startswith("float8") and any(view.info.neg for view in tied):
-        return f"torch cannot negate {new.name}, which is still to be done"
+        return f"torch cannot negate {new.name}, which loading this tensor needs"
     for each in (old, new):
         if views.byteorder == "big" and each.storage_class is None and each.itemsize > 1:
-            return f"torch reads {each.name} the wrong way round in a big-endian file"
+            return f"torch reads {each.name} with the wrong byte order in a big-endian file"
     return None
 
 
@@ -283,7 +283,7 @@ class _Chooser:
             for rule in self.globs:
                 rank = self.rank(rule, place)
                 if rank == _EXACT and rule.dtype in INTEGERS and info.dtype in FLOATS | _COMPLEX:
-                    text = f"{place.path} is {info.dtype}, whose numbers do not become integers here"
+                    text = f"{place.path} is {info.dtype}, which is not cast to integers"
                     raise UsageError(text, got=str(rule))
                 if rank == _EXACT or (rank and info.dtype in _MEANT):
                     self.useful.add(rule)
@@ -365,10 +365,10 @@ class _Chooser:
         match = next((place for place in places if self.rank(rule, place)), None)
         if match is not None:
             return NoMatchError(
-                f"{rule.glob!r} means no floating-point tensor",
+                f"{rule.glob!r} matches no floating-point tensor",
                 where=where,
                 got=f"{self.nodes[id(match.node)].dtype} at {match.path}",
-                hint="integers are cast where the whole path of a tensor names them, without a wildcard",
+                hint="integers are only cast by the full path of a tensor, without a wildcard",
                 unmatched=("dtypes", rule),
             )
         glob = rule.glob or ""
@@ -405,17 +405,9 @@ class _Chooser:
                 named = set(tie.named)
                 along += [path for path in tie.paths if path not in named]
         if along:
-            is_one = "it is" if len(along) == 1 else "each is"
-            self.changes.notes.append(
-                f"{some(along, _SHOWN)} {'goes' if len(along) == 1 else 'go'} too: {is_one} one tensor with what "
-                + option("dtype", None)
-                + " names"
-            )
+            self.changes.notes.append(f"also cast, because they are tied to cast tensors: {some(along, _SHOWN)}")
         if left and self.bare:
             first, slash, _ = left[0].partition("/")
             glob = f"{glob_of(first, None)}/*" if slash else f"./{first}"
-            why = (
-                f"beside the weights; {calls.quoted(f'{glob}={self.bare.dtype}')} would name"
-                f" {'some' if len(left) > 1 else 'it'}"
-            )
+            why = f"not weights; {calls.quoted(f'{glob}={self.bare.dtype}')} casts {'some' if len(left) > 1 else 'it'}"
             self.changes.not_cast.setdefault(why, []).extend(left)

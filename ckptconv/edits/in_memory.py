@@ -99,7 +99,7 @@ def check_type(state_dict: object) -> None:
     """Raise ArgumentTypeError if `state_dict` is not a mutable mapping."""
     if not isinstance(state_dict, MutableMapping):
         raise ArgumentTypeError(
-            f"a state dict is wanted, not {type(state_dict).__name__}; a module has one: state_dict()"
+            f"a state dict is needed, not {type(state_dict).__name__}; a module returns one: state_dict()"
         )
 
 

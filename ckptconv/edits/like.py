@@ -15,10 +15,10 @@ from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.optimizers import Followers, are_same, options_of, rewrite, set_list
 from ckptconv.edits.selection import leave_out
-from ckptconv.errors import RefusedError, count, some
+from ckptconv.errors import RefusedError, at_path, count, some
 from ckptconv.pickles.graph import Dict, Node, replace_items, set_items
 
-_NOT_THERE = "the other checkpoint does not have it"
+_NOT_THERE = "not in the other checkpoint"
 
 
 def make_like(checkpoint: Checkpoint, other: Checkpoint, changes: Changes, *, in_order: bool) -> None:
@@ -75,7 +75,7 @@ def _order_weights(checkpoint: Checkpoint, ours: StateDict, theirs: StateDict, c
     place_of = {name: i for i, name in enumerate(theirs.names())}
     names = ours.names()
     if not place_of.keys() & set(names):
-        got = f"{some(names)}; and there {some([*place_of])}"
+        got = f"{some(names)}; the other has {some([*place_of])}"
         raise RefusedError("the other checkpoint has none of the names", where=checkpoint.source.path, got=got)
     extra = [
         place
@@ -94,7 +94,9 @@ def _order_weights(checkpoint: Checkpoint, ours: StateDict, theirs: StateDict, c
 
 def _note_missing(path: str, names: Collection[str], changes: Changes) -> None:
     if names:
-        changes.notes.append(f"{path} lacks {count(len(names), 'name')} of the other checkpoint: {some(sorted(names))}")
+        changes.notes.append(
+            f"{path} does not have {count(len(names), 'name')} of the other checkpoint: {some(sorted(names))}"
+        )
 
 
 def _order_optimizer(
@@ -124,7 +126,7 @@ def _order_optimizer(
         options = [options_of(each) for each in origins or ([] if group else optimizer.groups[i : i + 1])]
         if not options or not all(are_same(each, options[0]) for each in options):
             raise RefusedError(
-                f"it is not known which options the group {i} of the optimizer at {optimizer.path} has",
+                f"it is not known which options group {i} of the optimizer{at_path(optimizer.path)} has",
                 where=ours.checkpoint.source.path,
                 got="parameters of groups with different options"
                 if options

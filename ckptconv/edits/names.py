@@ -41,7 +41,7 @@ def normal_prefix(prefix: str) -> str:
     dotted = prefix if prefix.endswith(".") else prefix + "."
     if not prefix or any(not segment for segment in dotted[:-1].split(".")):
         raise UsageError(
-            f"{prefix!r} is no prefix of names",
+            f"{prefix!r} is not a prefix of names",
             expected="text that ends with a dot, like module.",
             hint="for anything else: " + option("rename", ((Placeholder("REGEX"), Placeholder("REPLACEMENT")),)),
         )

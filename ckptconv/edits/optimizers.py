@@ -25,7 +25,7 @@ from ckptconv.checkpoint.tensor_info import matches
 from ckptconv.edits.changes import Changes, OptimizerChange
 from ckptconv.edits.options import Edits
 from ckptconv.edits.selection import leave_out
-from ckptconv.errors import LimitError, NoMatchError, RefusedError, some
+from ckptconv.errors import LimitError, NoMatchError, RefusedError, at_path, some
 from ckptconv.hints import Placeholder, joined, option
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import AT_ONCE, Effect, List, Node, Object, Tuple, Value, replace_items
@@ -152,7 +152,7 @@ class Followers:
         if optimizer.path != ".":
             hints.append("to leave out the optimizer: " + option("drop", optimizer.path))
         raise RefusedError(
-            f"it is not known {what} in the optimizer at {optimizer.path}",
+            f"it is not known {what} in the optimizer{at_path(optimizer.path)}",
             where=self.checkpoint.source.path,
             got=doubt,
             hint=joined(*hints, separator="; or ") if hints else None,
@@ -182,9 +182,9 @@ class Followers:
                 order = " if the new model.parameters() have the order of the names in the output"
                 hints.append(option("optimizer_order", "model") + order)
             raise RefusedError(
-                f"the new parameter numbers are not known for the optimizer at {optimizer.path}",
+                f"the new parameter numbers are not known for the optimizer{at_path(optimizer.path)}",
                 where=self.checkpoint.source.path,
-                got=f"{torn[0]} apart from its module" if torn else None,
+                got=f"{torn[0]} without the other parameters of its module" if torn else None,
                 hint=joined(*hints, separator="; "),
             )
 
@@ -265,7 +265,7 @@ def _keys_dropped(
         torn = [name for name in weights.untied if name in dropped and name in kept]
         torn = torn if keys_of(torn, optimizer, weights) else []
     if torn and not isinstance(gone, str):
-        return f"{torn[0]} has another name that stays ({kept[weights.first[torn[0]]]})"
+        return f"{torn[0]} has another name that is unchanged ({kept[weights.first[torn[0]]]})"
     return gone
 
 

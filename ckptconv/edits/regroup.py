@@ -151,7 +151,7 @@ class Tensors(Maker[Value]):
             return []
         rest, size = geometry.sizes[-1], sum(geometry.sizes)
         path = f"{info.path}, {rest:,} of {size:,} along dimension {geometry.dim}"
-        return [LeftBehind(path, info.nbytes // size * rest, "the rule leaves it behind")]
+        return [LeftBehind(path, info.nbytes // size * rest, "the rule does not use it")]
 
     def made(self, group: Group, values: Sequence[Value], like: Value) -> list[Call]:
         """Return the new tensors of `group`, built from `values`. `like` is as in :meth:`regrouped`.
@@ -160,7 +160,7 @@ class Tensors(Maker[Value]):
         """
         path = self.checkpoint.source.path
         if group.rule.stacked and not group.rule.whole_is_read and SHARD.fullmatch(path.name):
-            what = "this is one shard of several, and parts to stack can be in another one"
+            what = "this is one of several shards, and other parts can be in the others"
             raise RefusedError(f"{group.rule}: {what}", where=path, hint="convert the whole set")
         made = self.regrouped(group, values, like)
         infos = (self._infos[id(value)] for value in values)

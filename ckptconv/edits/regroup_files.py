@@ -138,11 +138,11 @@ def sizes_in(source: Readable | None, wanted: Iterable[str], sizes: Mapping[str,
     missing = [name for name in names if name not in known]
     if missing:
         raise UsageError(
-            f"nothing says how much {some([f'${name}' for name in missing])} is",
+            f"the value of {some([f'${name}' for name in missing])} is not known",
             where=source.path if source else None,
-            expected=f"a whole number above 0 in {config}" if config else f"a {CONFIG} beside it" if source else None,
+            expected=f"a whole number above 0 in {config}" if config else f"a {CONFIG} next to it" if source else None,
             got=rule,
-            hint="to say it: " + option("sizes", (f"{missing[0]}={Placeholder('N')}",)),
+            hint="to give it: " + option("sizes", (f"{missing[0]}={Placeholder('N')}",)),
         )
     return {f"${name}": known[name] for name in names}
 

@@ -120,7 +120,7 @@ class Maker(Generic[_T]):
 
     @property
     def where(self) -> Path | None:
-        """The path of the file for errors."""
+        """The path of the file for errors, or None."""
         return self.source.path if self.source else None
 
     def tensor(self, value: _T) -> Any:

@@ -20,7 +20,7 @@ from ckptconv.edits.regroup import Tensors
 from ckptconv.edits.regroup_items import Step
 from ckptconv.edits.regroup_plan import Group
 from ckptconv.edits.rename import replace_names
-from ckptconv.errors import RefusedError, some
+from ckptconv.errors import RefusedError, at_path, some
 from ckptconv.hints import option
 from ckptconv.pickles.graph import Call, Dict, Node, Value, replace_items, set_items, strings_of
 
@@ -224,7 +224,7 @@ class _Parameters:
     def fail(self, group: Group, what: str, got: str | None = None) -> NoReturn:
         path = self.optimizer.path
         raise RefusedError(
-            f"the optimizer at {path} cannot follow {group.rule}: {what}",
+            f"the optimizer{at_path(path)} cannot follow {group.rule}: {what}",
             where=self.tensors.where,
             got=got,
             hint="to leave out the optimizer: " + option("drop", path) if path != "." else None,

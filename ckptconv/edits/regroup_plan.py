@@ -227,7 +227,7 @@ class Planner:
         if not is_rename:
             others += [str(item.pattern) for item in rule.made if item.pattern and item.pattern.match(name)]
         if others:
-            self._fail(f"{name} is meant by two names of the rule", got=f"{pattern} and {others[0]}")
+            self._fail(f"two names of the rule match {name}", got=f"{pattern} and {others[0]}")
         filled = [each.pattern.fill(match.numbers, match.wild) for each in rule.made if each.pattern]
         if match.is_below or None in filled:
             planned.below += 1
@@ -313,7 +313,7 @@ class Planner:
         for n, shape in enumerate(shapes[1:], 1):
             if len(shape) != len(shapes[0]) or (*shape[:d], *shape[d + 1 :]) != rest:
                 name = members[n, (0,) * len(stack)]
-                self._fail(f"the parts differ in another dimension than {dim}: {one} and {name}", shapes[0], shape)
+                self._fail(f"the parts differ in a dimension other than {dim}: {one} and {name}", shapes[0], shape)
         sizes = tuple(shape[d] for shape in shapes)
         groups = self._groups(sum(sizes), sizes, one)
         whole = (*stack, *shapes[0][:d], sum(sizes), *shapes[0][d + 1 :])

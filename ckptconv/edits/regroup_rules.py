@@ -307,7 +307,7 @@ class Rule:
         """Return the rule with its sides exchanged. Raise UsageError if this is not a valid rule."""
         rule = replace(self, read=self.made, made=self.read)
         if any(item.pattern is None for item in self.made):
-            text = "what - leaves behind cannot be brought back"
+            text = "the part that - drops cannot be restored"
             raise UsageError(
                 text, where=self._where(), hint=f"{_FORWARD} before the rule leaves it out when rules are reversed"
             )
@@ -403,7 +403,7 @@ def _item(symbols: list[str], where: str) -> Item:
         return Item(pattern, dim=int(dim[1]), groups=_value(dim[2] or "1"))
     _fail(
         where,
-        "what stands after a name makes no sense",
+        "the text after a name is not valid",
         expected=":SHARE, [SIZE], @DIM or @DIM/GROUPS, with numbers above 0 or $NAME",
         got=after,
         hint="a backslash before : [ or @ makes it a part of the name",
@@ -455,12 +455,12 @@ def _pattern(symbols: list[str], where: str) -> Pattern:
 def _check_pattern(pattern: Pattern, name: str, where: str) -> None:
     for segment in pattern.segments:
         if segment.count(STAR) > 1:
-            _fail(where, "a segment has at most one *, and **. stands only at the start of a name", got=name)
+            _fail(where, "a segment has at most one *, and **. is only valid at the start of a name", got=name)
         for left, right in pairwise(segment):
             if isinstance(left, Number) and isinstance(right, Number):
-                _fail(where, "nobody can tell where a number ends beside * or another number", got=name)
+                _fail(where, "a number next to * or another number is ambiguous", got=name)
             if (isinstance(left, str) and left[-1] in _DIGITS) or (isinstance(right, str) and right[0] in _DIGITS):
-                _fail(where, "nobody can tell where a number ends beside a digit", got=name)
+                _fail(where, "a number next to a digit is ambiguous", got=name)
     twice = [number for number, n in Counter(pattern.numbers).items() if n > 1]
     if twice:
         _fail(where, f"the number {{{twice[0]}}} is in one name twice", got=name)
@@ -478,12 +478,12 @@ def _check(rule: Rule, where: str) -> None:
             _fail(where, "a name is on one side twice", got=max(names, key=lambda name: names[name]))
     rests = [i for i, item in enumerate(every) if item.pattern is None]
     if rests and (rests != [len(every) - 1] or len(rule.made) < 2):
-        _fail(where, "- stands for what a split leaves behind: it is the last of several parts that are made")
+        _fail(where, "- is a part that a split drops: it must be the last of several new parts")
     if len({pattern.wildcards for pattern in patterns}) > 1:
         _fail(where, "all names of a rule have the same wildcards", got=some([*map(str, patterns)]))
     read, made = ({*pattern.numbers} for pattern in (rule.read[0].pattern or patterns[0], patterns[-1]))
     if len(rule.read) == len(rule.made) == 1 and not (read <= made or made <= read):
-        _fail(where, "each side has a number that the other has not", got=some(sorted(read ^ made)))
+        _fail(where, "each side has a number that the other does not have", got=some(sorted(read ^ made)))
     if rule.whole_is_read is None:
         if any(item.share or item.size or item.dim is not None for item in every):
             _fail(where, "both names have the same numbers, so this is a rename, without @, shares and sizes")
@@ -498,15 +498,15 @@ def _check_parts(rule: Rule, where: str) -> None:
         if {*part.numbers} != numbers:
             _fail(where, "all parts have the same numbers", got=f"{rule.named[0]} and {part}")
     if whole.pattern and not numbers.issuperset(whole.pattern.numbers):
-        _fail(where, "the whole has a number that its parts have not", got=str(whole.pattern))
+        _fail(where, "the whole has a number that its parts do not have", got=str(whole.pattern))
     if whole.share or whole.size:
         _fail(where, "shares and sizes are for parts", got=str(whole))
     if any(part.dim is not None for part in parts):
-        _fail(where, "@ stands after the whole, not after a part", expected=f"{whole.pattern} @DIM")
+        _fail(where, "@ is written after the whole, not after a part", expected=f"{whole.pattern} @DIM")
     shares, sizes = [bool(part.share) for part in parts], [bool(part.size) for part in parts]
     if len(parts) == 1:
         if shares[0] or sizes[0] or whole.dim is not None:
-            _fail(where, "there is one part, so nothing is cut: no @, share or size has a meaning")
+            _fail(where, "a rule with one part cuts nothing, so it cannot have @, a share or a size")
         return
     if any(shares) and any(sizes):
         _fail(where, "some parts have shares and others sizes", expected="one of them for all parts")

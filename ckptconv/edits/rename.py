@@ -23,7 +23,7 @@ from ckptconv.edits.names import (
     wrapped_parts,
 )
 from ckptconv.edits.options import Edits
-from ckptconv.errors import CollisionError, LimitError, NoMatchError, UsageError, some
+from ckptconv.errors import CollisionError, LimitError, NoMatchError, UsageError, at_path, some
 from ckptconv.guesses import close_matches
 from ckptconv.hints import option
 from ckptconv.lazy_regex import regex
@@ -239,7 +239,7 @@ class NameEditor:
             if other != old:
                 raise CollisionError(
                     f"two names would become {new!r}",
-                    where=f"{self.where}: {found.path}",
+                    where=f"{self.where}{at_path(found.path)}",
                     got=f"{other!r} and {old!r}",
                     hint=hint,
                 )

@@ -13,7 +13,7 @@ from ckptconv.checkpoint.rebuild_functions import ints_of
 from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.checkpoint.tensor_info import LeftBehind, left_behind_at, matches
 from ckptconv.edits.options import Edits
-from ckptconv.errors import NoMatchError, RefusedError, count, printable
+from ckptconv.errors import NoMatchError, RefusedError, at_path, count, printable
 from ckptconv.guesses import close_matches
 from ckptconv.hints import Option, command, command_in, joined, option
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Object, Set, Tuple, Value, set_items, strings_of
@@ -248,7 +248,7 @@ def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
     index = checkpoint.index
     others = [other for other in index.places_in(_above(place) - {id(place.node)}) if other.node is not place.node]
     checkpoint.graph.discarded = []
-    return _restrict(checkpoint, place, {f"outside of {place.path}": others}, index)
+    return _restrict(checkpoint, place, {f"outside {place.path}": others}, index)
 
 
 def _above(place: Place) -> set[int]:
@@ -264,7 +264,7 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
     """
     if module.trouble:
         raise RefusedError(
-            f"{module.path} gives no state dict: {module.trouble}", where=checkpoint.source.path, got=module.cls
+            f"{module.path} has no state dict: {module.trouble}", where=checkpoint.source.path, got=module.cls
         )
     taken = {id(node) for node in module.tensors.values()}
     unknown = {id(value) for value in module.unknown.values() if isinstance(value, Node)}
@@ -282,7 +282,7 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
         elif module.is_bookkeeping(place):
             of_torch.append(place)
         else:
-            whys.setdefault(f"not part of the state dict of {module.path}", []).append(place)
+            whys.setdefault(f"not part of the state dict{at_path(module.path)}", []).append(place)
     state_dict = Call("REDUCE", Global("collections", "OrderedDict"), Tuple([]))
     items: list[Value] = []
     named: set[int] = set()
@@ -343,7 +343,10 @@ def _filter(
         return matches(glob, place.path, place.key) or (source is not None and matches(glob, source, place.key))
 
     def meant(field: str, globs: tuple[str, ...]) -> set[int]:
-        """Return the ids of the places that at least one of `globs` matches. `field` is the name of their option."""
+        """Return the ids of the places that at least one of `globs` matches. `field` is the name of their option.
+
+        Raises NoMatchError if a glob matches nothing.
+        """
         found: set[int] = set()
         for glob in globs:
             searched = places if "/" in glob else named

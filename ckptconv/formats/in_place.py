@@ -248,14 +248,14 @@ def _metadata(checkpoint: Checkpoint, folder: dcp.DcpFolder) -> Patches:
     """
     paths = dcp.new_paths(folder, checkpoint.graph.root)
     if paths is None or any(storage.device != folder.devices.get(key) for key, storage in checkpoint.storages.items()):
-        raise _unsupported(checkpoint, "in place, only the names of tensors can change in .metadata")
+        raise _unsupported(checkpoint, "in place, only the names of tensors in .metadata can change")
     old_paths = {name: folder.metadata.paths.get(name, (name,)) for name in paths}
     changed = {name: path for name, path in paths.items() if path != old_paths[name]}
     if any(name != ".".join(map(str, old_paths[name])) for name in changed):
-        raise _unsupported(checkpoint, "the items are called otherwise than their places are")
+        raise _unsupported(checkpoint, "the names of the items do not match their paths")
     names = {name: ".".join(map(str, path)) for name, path in changed.items()}
     if len({names.get(name, name) for name in paths}) < len(paths):
-        raise _unsupported(checkpoint, "two items would get one name in .metadata")
+        raise _unsupported(checkpoint, "two items would get the same name in .metadata")
     old = folder.file.read(0, folder.file.size)
     if not changed:
         return Patches("same size", (), len(old), len(old), ())

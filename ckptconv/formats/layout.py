@@ -110,9 +110,9 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
     hint = "to leave them out: " + option("exclude", globs) if globs else None
     if len(globs) > _LISTED:
         listed = f"{len(troubles):,} tensors: {listed}"
-        such = ", as often as it takes, such as " + option("exclude", globs[0])
+        such = ", once for each, such as " + option("exclude", globs[0])
         hint = "to leave them out: " + option("exclude", Placeholder("GLOB")) + such
-    return RefusedError(f"{what} cannot hold {listed}", where=checkpoint.source.path, hint=hint)
+    return RefusedError(f"{what} cannot store {listed}", where=checkpoint.source.path, hint=hint)
 
 
 def _globs(checkpoint: Checkpoint, places: list[Place]) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ def torch_layout(
     classes unless `has_sources` is true.
     """
     left_behind = [
-        LeftBehind(f"__metadata__/{key}", len(text.encode()), "torch's format has no place for it")
+        LeftBehind(f"__metadata__/{key}", len(text.encode()), "torch's format cannot store it")
         for key, text in checkpoint.metadata.items()
         if key != "format"
     ]
@@ -199,7 +199,7 @@ def torch_layout(
         else:
             nbytes = text.length if isinstance(text, Blob) else len(text.data) if isinstance(text, Py2String) else 0
         if nbytes:
-            why = "torch's older format alone has a place for it"
+            why = "only torch's older format can store it"
             sources[str(cls)] = LeftBehind(f"the source code of {cls}", nbytes, why)
     return Layout((file,), (*left_behind, *sources.values()), notes, tuple(checkpoint.ties.items()))
 
@@ -242,7 +242,7 @@ def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
         error.hint = joined_hints(option("format", "pt") + " writes them", error.hint)
         raise error
     raise RefusedError(
-        f"{what} cannot hold a storage without a dtype",
+        f"{what} cannot store a storage without a dtype",
         where=checkpoint.source.path,
         hint=option("format", "pt") + " writes it",
     )

@@ -225,10 +225,10 @@ class _Reader:
             with self.source.faults:
                 new[call] = self.reference(call, str(i))
         if len(new) < len(calls):
-            raise MalformedError("not all storages in it can be read", where=self.source.path)
+            raise MalformedError("some of its storages cannot be read", where=self.source.path)
         replace_nodes(graph, new)
         if any(is_global(node, LOADER) for node in walk([graph.root, *graph.discarded])):
-            raise UnsupportedError(f"{LOADER} is used for something else than a call", where=self.source.path)
+            raise UnsupportedError(f"{LOADER} is used for something other than a call", where=self.source.path)
         graph.globals = [node for node in graph.globals if not is_global(node, LOADER)] + [*self.classes.values()]
         graph.calls = [call for call in graph.calls if call not in new and id(call) not in self.used]
         graph.byte_strings = [value for value in graph.byte_strings if id(value) not in self.used]
@@ -243,7 +243,9 @@ class _Reader:
             try:
                 data = struct.pack(f"<{len(values)}{_NUMBERS[cls.name]}", *values)
             except (struct.error, OverflowError) as error:
-                raise MalformedError(f"a list holds what {cls} cannot", where=self.where(key), got=error) from None
+                raise MalformedError(
+                    f"a list contains an item that {cls} cannot store", where=self.where(key), got=error
+                ) from None
             tag, numel = "cuda:0" if cls.module == "torch.cuda" else "cpu", len(values)
             self.spans[key] = ByteRange(BytesSource(data, self.source.path), 0, len(data))
         else:
@@ -260,7 +262,7 @@ class _Reader:
         """
         args = args_of(call)
         if call.kind != "REDUCE" or call.effects or len(args) != 1:
-            self.refuse(key, "something else is done to it than torch does")
+            self.refuse(key, "it is changed in a way that torch does not use")
         file, start, length = self.bytes_of(args[0], key)
         end = start + length
         head = file.read(start, min(len(_LEGACY), end - start))
@@ -270,12 +272,14 @@ class _Reader:
         dangers = sorted(dangerous_globals(graph))
         if dangers:
             raise DangerousError(
-                f"it names what no checkpoint needs ({some(dangers)})", where=self.where(key), hint="do not load it"
+                f"it contains functions that no checkpoint needs ({some(dangers)})",
+                where=self.where(key),
+                hint="do not load it",
             )
         root = graph.root
         others = [*graph.calls, *graph.discarded, *graph.globals]
         if not isinstance(root, PersistentId) or len(others) != 1 or len(spans) != 1:  # one global: the class
-            self.refuse(key, "its file holds something else than one storage")
+            self.refuse(key, "its file does not contain exactly one storage")
         cls, _, tag, numel = storage_id(root)
         return cls, tag, numel, next(iter(spans.values()))
 
@@ -319,7 +323,7 @@ class _Reader:
             self.use(text, key)
         found = bytes_in(value, self.source, self.where(key), self.decoded)
         if found is None:
-            self.refuse(key, "what it is loaded from is no bytes")
+            self.refuse(key, "its data is not bytes")
         return found
 
     def use(self, value: Value, key: str) -> None:
@@ -328,7 +332,7 @@ class _Reader:
         torch never writes such pickles, and a small pickle could become a large output.
         """
         if id(value) in self.used:
-            self.refuse(key, "its bytes are another storage's as well")
+            self.refuse(key, "another storage has the same bytes")
         self.used.add(id(value))
 
     def where(self, key: str) -> str:
@@ -366,7 +370,7 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     notes: tuple[str, ...] = ()
     nodes = walk([checkpoint.graph.root, *checkpoint.graph.discarded])
     if any(isinstance(node, Py2String) and not node.data.isascii() for node in nodes):
-        notes = ("it has texts of Python 2 that are no ASCII: pickle.load needs encoding='utf-8' (or 'bytes')",)
+        notes = ("it has Python 2 strings that are not ASCII: pickle.load needs encoding='utf-8' (or 'bytes')",)
     return torch_layout(checkpoint, file_of(path, pieces, checkpoint.storages.values()), notes)
 
 
@@ -377,7 +381,7 @@ def _refuse_loader(checkpoint: Checkpoint) -> None:
     """
     if any(is_global(node, LOADER) for node in checkpoint.graph.globals):
         raise RefusedError(
-            f"a plain pickle cannot hold {LOADER} for anything but its storages",
+            f"a plain pickle can use {LOADER} only for its storages",
             where=checkpoint.source.path,
             hint=option("format", "pt") + " writes it",
         )

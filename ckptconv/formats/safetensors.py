@@ -39,12 +39,12 @@ _FORMAT = "format"  # the metadata key that names the framework; never a tie
 _PACKED = "float4_e2m1fn_x2"  # each element contains two elements of F4
 _PART = "one process's part of it"
 _MERGE = (
-    "save it whole in the run that has all parts (tensor.full_tensor(), or full_state_dict=True), "
+    "save the whole tensor in the run that has all parts (tensor.full_tensor(), or full_state_dict=True), "
     "or with torch.distributed.checkpoint, and merge the folder with its dcp_to_torch_save"
 )
 _FLATTEN = (
-    "torchao itself makes names and tensors of it for save_file: flatten_tensor_state_dict(state_dict) of "
-    "torchao.prototype.safetensors.safetensors_support, which returns the metadata too"
+    "torchao converts it for save_file: flatten_tensor_state_dict(state_dict) in "
+    "torchao.prototype.safetensors.safetensors_support, which also returns the metadata"
 )
 _REAL = {"float64", "float32", "float16", "bfloat16"}
 _COMPLEX = {"complex64"}
@@ -191,7 +191,7 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
     Raises RefusedError if the format cannot store some tensor, or if no tensor has a name.
     """
     if not isinstance(checkpoint.graph.root, Object):
-        raise RefusedError("a safetensors file holds names and their tensors", where=checkpoint.source.path)
+        raise RefusedError("a safetensors file contains only named tensors", where=checkpoint.source.path)
     taken: dict[str, TensorInfo] = {}
     others: list[Place] = []
     tensors: list[Place] = []
@@ -200,7 +200,7 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
     for place in index.places_in_root():
         info = index.tensor_nodes.get(id(place.node))
         if is_item(place) and is_repeated(place):
-            troubles.append((place, "a second value of that name"))
+            troubles.append((place, "a second value with that name"))
         elif info is None or not is_item(place):
             others.append(place)
         elif trouble := _trouble(place, info):
@@ -218,7 +218,7 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
     others += index.attribute_places(place.node for place in tensors)
     kept = [info.storage for info in taken.values()]
     if not taken and any(isinstance(node, PersistentId) for node in walk([place.node for place in others])):
-        raise RefusedError("none of its tensors stands under a name", where=checkpoint.source.path)
+        raise RefusedError("none of its tensors has a name", where=checkpoint.source.path)
     versions = [place for place in others if place.segment == "/._metadata"]
     rest = [place for place in others if place.segment != "/._metadata"]
     return taken, [
@@ -231,11 +231,11 @@ def _trouble(place: Place, info: TensorInfo) -> str | None:
     """Return the reason why the format cannot store the tensor `info` at `place`, or None if it can."""
     dtype = get_dtype(info.dtype)
     if place.key is None:
-        return "its key is no string"
+        return "its key is not a string"
     if place.key == METADATA:
         return "the name is reserved"
     if not is_text(place.key):
-        return "its name is no text"
+        return "its name is not a string"
     if info.kind == "partial":
         return _PART
     if info.kind != "strided" or info.storage is None:
@@ -248,7 +248,7 @@ def _trouble(place: Place, info: TensorInfo) -> str | None:
         return f"{info.dtype} to be conjugated or negated"
     most = LIMITS.gathered(info.storage.nbytes)
     if info.nbytes > most:
-        return f"written out it has {info.nbytes:,} bytes, more than the limit of {most:,}"
+        return f"its {info.nbytes:,} bytes exceed the limit of {most:,}"
     return None
 
 
@@ -256,7 +256,7 @@ def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str,
     """Return `taken` with each tensor once, under its first name.
 
     The other names of a tensor are added to `metadata` as ties. A name that is a key in `metadata` already keeps its
-    own copy of the tensor.
+    own copy of the tensor. Tensors without bytes are not tied.
     """
     first: dict[tuple[object, ...], str] = {}
     written: dict[str, TensorInfo] = {}

@@ -138,7 +138,7 @@ class StrictJson:
         brackets, quotes = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
         many = raw.count(b",") > commas + LIMITS.rank * brackets
         if many or brackets > LIMITS.header_brackets or quotes > LIMITS.header_quotes:
-            what = f"{self.title} describes more than a million tensors could need"
+            what = f"{self.title} describes more data than a million tensors need"
             raise LimitError(what, where=self.source.path)
         try:
             text = raw.decode()
@@ -153,7 +153,7 @@ class StrictJson:
         except UnicodeDecodeError as error:
             self.fail(f"{self.word} is not UTF-8", got=f"byte {error.start}")
         except json.JSONDecodeError as error:
-            self.fail(f"{self.word} is no JSON: {error.msg}", got=f"character {error.pos}")
+            self.fail(f"{self.word} is not JSON: {error.msg}", got=f"character {error.pos}")
         except RecursionError:
             raise LimitError(f"{self.title} is nested too deeply", where=self.source.path) from None
 
@@ -172,7 +172,7 @@ class StrictJson:
     def check_text(self, text: str) -> None:
         """Raise the error of :meth:`fail` if `text` contains half of a surrogate pair, which UTF-8 cannot encode."""
         if not is_text(text):
-            self.fail("half of a surrogate pair is no text", got=repr(text))
+            self.fail("half of a surrogate pair is not text", got=repr(text))
 
     def integer(self, digits: str) -> int:
         """Return the integer written as `digits`, or raise an error. A subclass implements it."""
@@ -215,7 +215,7 @@ class _Reader(StrictJson):
         data_offset = _LENGTH + length
         if data_offset > size:
             self.fail(
-                f"the file ends inside it: {count(data_offset - size, 'byte')} of it missing, and all tensors",
+                f"the file ends inside it: {count(data_offset - size, 'byte')} of it and all tensors are missing",
                 expected=f"{data_offset:,} bytes",
                 got=f"{size:,}",
                 hint=DOWNLOAD_AGAIN,
@@ -242,7 +242,7 @@ class _Reader(StrictJson):
         """
         start = raw.lstrip(_SPACES)[:1]
         if start != b"{":
-            self.fail("it is no JSON object", expected="{", got=start or "nothing")
+            self.fail("it is not a JSON object", expected="{", got=start or "nothing")
         top = self.json(raw, commas=LIMITS.header_commas)
         assert isinstance(top, dict)
         return top
@@ -255,7 +255,7 @@ class _Reader(StrictJson):
 
     def number(self, digits: str) -> NoReturn:
         """Raise MalformedError: a header contains no numbers with a fraction or an exponent."""
-        self.fail("a number is no integer", got=digits)
+        self.fail("a number is not an integer", got=digits)
 
     def metadata(self, value: Any) -> dict[str, str] | None:
         """Return the strings in `value`, the content of ``__metadata__``, or None if `value` is None.
@@ -265,7 +265,7 @@ class _Reader(StrictJson):
         if value is None:
             return None
         if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-            self.fail(f"{METADATA} is no object of strings")
+            self.fail(f"{METADATA} is not an object of strings")
         for text in value.values():
             self.check_text(text)
         return value
@@ -288,11 +288,15 @@ class _Reader(StrictJson):
             self.check_text(word)
             self.refuse(f"{name!r} has an unknown dtype", word)
         if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            self.fail(f"{name!r} has no sound shape and data_offsets", expected="[n, ...] and [start, end]")
+            self.fail(f"{name!r} has no valid shape and data_offsets", expected="[n, ...] and [start, end]")
         entry = Entry(name, word, tuple(shape), *offsets)
         nbytes = self.nbytes(entry)
         if entry.end - entry.start != nbytes:
-            self.fail(f"{name!r} has more or fewer bytes than its shape", expected=nbytes, got=entry.end - entry.start)
+            self.fail(
+                f"{name!r} has a number of bytes that does not match its shape",
+                expected=nbytes,
+                got=entry.end - entry.start,
+            )
         return entry
 
     def nbytes(self, entry: Entry) -> int:
@@ -360,7 +364,7 @@ def header_bytes(metadata: dict[str, str] | None, entries: Iterable[Entry], *, l
     text += b" " * ((wanted - _LENGTH - len(text)) % modulus)
     if len(text) > LIMITS.safetensors_header:
         raise LimitError(
-            "the names and shapes take more than a safetensors header holds",
+            "the names and shapes are too long for a safetensors header",
             expected=f"at most {LIMITS.safetensors_header:,} bytes",
             got=f"{len(text):,}",
         )

@@ -135,7 +135,7 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
     listed = [text_of(key) for key in keys.root.elements()] if isinstance(keys.root, List) else [None]
     known = [key for key in listed if key is not None]
     if len({*known}) != len(listed):
-        raise MalformedError("the storages' keys are no list of different texts", where=where)
+        raise MalformedError("the storages' keys are not a list of distinct strings", where=where)
     spans = _read_sizes(source, end_of_keys, end, known, ids, where)
     warnings = _flatten_views(graph, ids, spans, where)
     return LegacyFile(
@@ -174,7 +174,7 @@ def _read_head(
         graphs.append(graph)
     magic, version, sys_info = (graph.root for graph in graphs)
     if magic != MAGIC:
-        raise MalformedError("the magic number is another", where=where, expected=f"{MAGIC:#x}")
+        raise MalformedError("the magic number is wrong", where=where, expected=f"{MAGIC:#x}")
     if version != _VERSION:
         raise UnsupportedError(f"{_KIND}, of an unknown version", where=where, expected=_VERSION)
     is_usual = not any(
@@ -183,7 +183,7 @@ def _read_head(
     items = [(e.values[i], e.values[i + 1]) for e, i in sys_info.pairs()] if isinstance(sys_info, Dict) else []
     notes = []
     if any(text_of(key) == "little_endian" and value is False for key, value in items):
-        notes = ["it says that it is big-endian; torch always writes this format little-endian, and it was read so"]
+        notes = ["it is marked as big-endian, but was read as little-endian, as torch always writes this format"]
     return ByteRange(source, start, at - start) if is_usual else None, notes, graphs, at
 
 
@@ -194,7 +194,7 @@ def _refuse_code(graph: Graph, where: str) -> None:
     """
     if graph.calls or graph.globals or graph.references or graph.extensions:
         raise MalformedError(
-            "there is code in the pickles around the object, which hold numbers and texts", where=where
+            "the pickles around the object contain code; they should contain only numbers and strings", where=where
         )
 
 
@@ -274,7 +274,7 @@ def _read_id(node: PersistentId, items: list[Value], texts: dict[Node, str], whe
     view_key = text_of(key)
     if view_key is None or not is_count(offset) or not is_count(size) or offset + size > numel:
         raise MalformedError(
-            "the view of a storage is none", where=where, expected=f"(key, offset, size) within {numel} elements"
+            "the view of a storage is not valid", where=where, expected=f"(key, offset, size) within {numel} elements"
         )
     return _Id(node, storage_id(node), _View(view_key, offset, size))
 
@@ -287,7 +287,9 @@ def _from_text(text: str, where: str) -> Tuple:
     match = _ID_TEXT.fullmatch(text)
     if not match or max(map(len, match.group(2, 3))) > LIMITS.id_text:
         raise UnsupportedError(
-            "a persistent id of protocol 0 names no storage; torch reads none of these", where=where, got=text[:80]
+            "a persistent id of protocol 0 does not name a storage, and torch does not read such files",
+            where=where,
+            got=text[:80],
         )
     cls, key, tag, numel = match.groups()
     module = "torch.storage" if cls == "UntypedStorage" else "torch"
@@ -336,8 +338,8 @@ def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, ByteRange], wh
             sizes = args_of(call)[2:]
             _check_within(view, offset, sizes, where)
             call.args = Tuple([storage, offset + view.offset, *sizes])
-    what = f"parts of storages, as torch before 0.4 stored them, are taken for storages of their own: {len(alone):,}"
-    return [what + " that share no bytes with others any more"] if alone else []
+    what = f"parts of storages (torch before 0.4) are read as separate storages: {len(alone):,}"
+    return [what] if alone else []
 
 
 def _check_keys(ids: list[_Id], where: str) -> None:
@@ -349,7 +351,7 @@ def _check_keys(ids: list[_Id], where: str) -> None:
     known: dict[str, tuple[str, _View]] = {}
     for _, storage, view in ids:
         if view and view.key in storages:
-            raise MalformedError(f"{view.key} is the key of a storage and of a part of one", where=where)
+            raise MalformedError(f"{view.key} is the key of both a storage and a part of one", where=where)
         if view and known.setdefault(view.key, (storage.key, view)) != (storage.key, view):
             raise MalformedError(f"the part {view.key} of a storage is described in two ways", where=where)
 
@@ -387,10 +389,10 @@ def _read_sizes(
     if first.keys() != set(keys):
         missing, extra = first.keys() - set(keys), set(keys) - first.keys()
         raise MalformedError(
-            "the list of keys is not that of the storages that the object refers to",
+            "the list of keys does not match the storages that the object refers to",
             where=where,
             expected=f"{len(first)} keys",
-            got=f"{len(missing)} missing, {len(extra)} of nothing",
+            got=f"{len(missing)} missing, {len(extra)} unused",
         )
     sizes = {key: first[key].numel * first[key].dtype.itemsize for key in keys}
     *starts, whole = accumulate((_SIZE + sizes[key] for key in keys), initial=at)
@@ -409,7 +411,7 @@ def _read_sizes(
             numel = int.from_bytes(source.read(start, _SIZE), "little", signed=True)
         if numel != first[key].numel:
             raise MalformedError(
-                f"storage {key} has another size than its persistent id says",
+                f"storage {key} has a different size from its persistent id",
                 where=f"{where} at byte {start}",
                 expected=f"{first[key].numel:,} elements",
                 got=f"{numel:,}",
@@ -500,8 +502,8 @@ def _refuse_early_readers(checkpoint: Checkpoint) -> None:
     if early := _early_readers(checkpoint):
         paths = [place.path for place in checkpoint.source_places if id(place.node) in early]
         raise RefusedError(
-            f"{_WHAT} cannot hold what needs its values while it is loaded (nested tensors, generators, packed weights"
-            " of quantized modules): torch finds whatever memory held",
+            f"{_WHAT} cannot store objects that need values while they are loaded (nested tensors, generators,"
+            " packed weights of quantized modules): torch would read undefined memory",
             where=checkpoint.source.path,
             got=some(paths, _SHOWN) if paths else f"{len(early):,} inside of tensors",
             hint=option("format", "pt") + " writes it",

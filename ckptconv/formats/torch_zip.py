@@ -172,7 +172,7 @@ def read(source: Readable) -> Checkpoint:
         checkpoint.warn(NO_STORAGE_CHECKSUMS)
     version = _note(source, names, "version" if "version" in names else ".data/version", checked)  # torch accepts both
     if version is None or not version.strip().isdigit():  # torch decides which numbers it accepts
-        what, where = "the record says no version, without which torch reads no archive", f"{source.path}: version"
+        what, where = "the archive's version, which torch needs, is not a number", f"{source.path}: version"
         source.faults.found(MalformedError(what, where=where, expected="a number", got=version))
     order = _note(source, names, "byteorder", checked)
     if order not in (None, b"little", b"big"):
@@ -194,7 +194,7 @@ def read_inner(source: Readable) -> Checkpoint:
     others = [name for name in names if not (name in (*_RECORDS, ".data/version") or _is_storage(name))]
     if others:
         raise UnsupportedError(
-            "an archive inside another file holds more than torch.save writes",
+            "an archive inside another file contains data that torch.save does not write",
             where=source.path,
             got=some(others),
             hint="do not load it unless you trust who made it",
@@ -245,7 +245,7 @@ def _check_case(source: Readable, names: Mapping[str, Member]) -> None:
         if folded in _LOOKED_FOR or (folded.startswith("data/") and not name.startswith("data/")):
             source.faults.found(
                 MalformedError(
-                    "a record's name differs from torch's in case", where=source.path, expected=folded, got=name
+                    "a record's name differs in case from torch's name", where=source.path, expected=folded, got=name
                 )
             )
 

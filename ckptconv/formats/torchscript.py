@@ -86,7 +86,7 @@ def read_program(source: Readable, checkpoint: Checkpoint) -> None:
             words += 1
             if words > LIMITS.script_words:
                 raise LimitError(
-                    "the code of a TorchScript archive says too much",
+                    "the code of a TorchScript archive has too many names",
                     where=source.path,
                     expected=f"at most {LIMITS.script_words:,} classes, attributes and devices",
                 )
@@ -100,7 +100,7 @@ def read_program(source: Readable, checkpoint: Checkpoint) -> None:
             where.setdefault(device, name)
     if devices:
         listed = [f"{device} ×{n:,} (first in {where[device]})" for device, n in devices.most_common()]
-        checkpoint.notes.append(f"devices in its code, which no map_location changes: {some(listed, _SHOWN)}")
+        checkpoint.notes.append(f"devices in its code, which map_location does not change:  {some(listed, _SHOWN)}")
     constants = checkpoint.beside[CONSTANTS] = _constants(source, archive)
     if constants.tensors:
         by_device = Counter(info.device for info in constants.tensors.values())
@@ -266,4 +266,6 @@ def refuse(checkpoint: Checkpoint, *, weights: bool) -> None:
             + f" extracts its weights; to move the program, load it on the other device: {load}",
         )
     if not _has_weights(checkpoint):
-        raise RefusedError(_why_none(archive), where=where, hint="save the state dict of the model that it was made of")
+        raise RefusedError(
+            _why_none(archive), where=where, hint="save the state dict of the model that it was created from"
+        )

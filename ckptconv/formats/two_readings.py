@@ -75,7 +75,7 @@ def refuse_two_readings(source: Readable, name: str) -> None:
 
     The error names both kinds.
     """
-    tar = "a tar archive, which torch.load looks for first" if is_tar(source) else None
+    tar = "a tar archive, which torch.load checks for first" if is_tar(source) else None
     if other := tar or _zip(source, name) or _pickle(source, name) or _gzip(source) or _hdf5(source):
         raise MalformedError(
             f"it can be read in two ways: as a {name} file, and as {other}",
@@ -111,7 +111,7 @@ def _zip(source: Readable, name: str) -> str | None:
     archives = {*_archives_behind(source)}
     if not archives or (name in _PICKLED and archives <= _byte_strings(source)):
         return None
-    return "a zip archive, which zipfile and torch.jit.load find from its end"
+    return "a zip archive, which zipfile and torch.jit.load find from the end of the file"
 
 
 def _archives_behind(source: Readable) -> Iterator[tuple[int, int]]:
@@ -190,7 +190,7 @@ def _pickle(source: Readable, name: str) -> str | None:
     for seen in _pickles(source, LIMITS.second_reading_opcodes, LIMITS.second_reading_bytes):
         named = _named(seen)
         if named:
-            return f"a pickle, which names {named}"
+            return f"a pickle that contains {named}"
         # Plain pickles are read without a persistent_load, and then PERSID stops the reader.
         if seen.doubt and source.read(0, 1) != CODES["PERSID"]:
             return f"a pickle: {seen.doubt}"
@@ -251,6 +251,6 @@ def _hdf5(source: Readable) -> str | None:
     while at + len(_HDF5) <= source.size:
         is_spared = source.spares(at, len(_HDF5), _SUPERBLOCK)
         if not is_spared and source.read(at, len(_HDF5)) == _HDF5:
-            return f"an HDF5 file from byte {at} on, which h5py finds"
+            return f"an HDF5 file from byte {at} on, which h5py reads"
         at *= 2
     return None

@@ -316,19 +316,19 @@ def read_end(source: Readable) -> tuple[int, int, int]:
     at = tail.rfind(END)  # as torch does, without regard to the comment's length
     if at < 0 or len(tail) - at < END_SIZE:
         raise EndMissing(
-            "a zip archive without its end",
+            "a zip archive without its end record",
             where=source.path,
             expected="a central directory",
             hint="the file was truncated: download or copy it again",
         )
     offset = tail_offset + at
     if behind := _behind(tail, at):
-        what = f"{count(abs(behind), 'byte')} {'behind it' if behind > 0 else 'of its comment missing'}"
+        what = f"{count(abs(behind), 'byte')} {'after it' if behind > 0 else 'of its comment missing'}"
         raise _bad(source, offset, f"the file does not end where the zip archive ends: {what}")
     other = tail.find(END)
     while other < at:
         if not _behind(tail, other):
-            raise _bad(source, tail_offset + other, "the zip archive has two ends")
+            raise _bad(source, tail_offset + other, "the zip archive has two end records")
         other = tail.find(END, other + 1)
     _, disk, start_disk, on_disk, members, size, start, _ = END_FIELDS.unpack_from(tail, at)
     end = offset
@@ -338,7 +338,7 @@ def read_end(source: Readable) -> tuple[int, int, int]:
         narrow = (disk, start_disk, on_disk, members, size, start)
         for small, large, ones in zip(narrow, numbers, (_ONES16,) * 4 + (ONES32,) * 2, strict=True):
             if small not in (large, ones):
-                raise _bad(source, offset, "the two ends of the zip archive disagree", large, small)
+                raise _bad(source, offset, "the two end records of the zip archive differ", large, small)
         disk, start_disk, on_disk, members, size, start = numbers
     if disk or start_disk or on_disk != members:
         raise UnsupportedError("a zip archive in several parts", where=source.path)
@@ -347,7 +347,7 @@ def read_end(source: Readable) -> tuple[int, int, int]:
             "too many zip members", where=source.path, expected=f"at most {LIMITS.zip_members:,}", got=members
         )
     if start + size != end:
-        raise _bad(source, offset, "the zip's directory does not reach to its end", end, start + size)
+        raise _bad(source, offset, "the zip's directory does not end at its end record", end, start + size)
     return members, size, start
 
 
@@ -374,10 +374,10 @@ def _read_zip64_end(source: Readable, end: int) -> list[int] | None:
         return None
     if disk or disks != 1 or offset + ZIP64_END_SIZE + ZIP64_LOCATOR_SIZE != end:
         expected = end - ZIP64_LOCATOR_SIZE - ZIP64_END_SIZE
-        raise _bad(source, end, "the zip64 locator points to no zip64 end", expected, offset)
+        raise _bad(source, end, "the zip64 locator does not point to a zip64 end record", expected, offset)
     signature, size, _, _, *numbers = ZIP64_END_FIELDS.unpack(source.read(offset, ZIP64_END_SIZE))
     if signature != ZIP64_END or size != ZIP64_END_SIZE - 12:
-        raise _bad(source, offset, "the zip64 end is damaged", ZIP64_END_SIZE - 12, size)
+        raise _bad(source, offset, "the zip64 end record is damaged", ZIP64_END_SIZE - 12, size)
     return [offset, *numbers]
 
 
@@ -413,7 +413,7 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
         fields = CENTRAL_FIELDS.unpack(window.read(at, CENTRAL_SIZE))
         variable = sum(fields[10:13])
         if fields[0] != CENTRAL or end - at - CENTRAL_SIZE < variable:
-            raise _bad(source, at, "no entry of the zip's directory", CENTRAL, fields[0])
+            raise _bad(source, at, "not an entry of the zip's directory", CENTRAL, fields[0])
         try:  # report each bad entry and go on
             entries.append(_entry(source, at, fields, window.read(at + CENTRAL_SIZE, variable)))
         except InputError as error:
@@ -522,7 +522,7 @@ def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[in
         fields[kind] = extra[start + 4 : end]
         start = end
     if _UNICODE_NAME_EXTRA in fields and fields[_UNICODE_NAME_EXTRA][5:] != raw_name:
-        raise _bad(source, at, "a zip member has two names", raw_name[:80], fields[_UNICODE_NAME_EXTRA][5:85])
+        raise _bad(source, at, "a zip member has two different names", raw_name[:80], fields[_UNICODE_NAME_EXTRA][5:85])
     return fields
 
 
@@ -545,7 +545,7 @@ def _check_names(source: Readable, members: list[Member], root: str) -> list[Mem
         elif segments[0] != root:
             what, expected = "the zip archive has two folders at its root", repr(root)
         elif (other := seen.setdefault(member.name.casefold(), member)) is not member:
-            what, expected = "two zip members have one name, but for case", repr(other.name)
+            what, expected = "two zip members have the same name, apart from case", repr(other.name)
         if expected:
             source.faults.found(_bad(source, member.header_offset, what, expected, repr(member.name)))
     return [*seen.values()]
@@ -589,13 +589,13 @@ def _placed(window: _Window, entry: Member, following: int) -> int:
     raw_name = entry.name.encode()
     least = LOCAL_SIZE + len(raw_name)
     if available < least:
-        raise _bad(source, at, f"{entry.name!r} has no room for its header", least, available)
+        raise _bad(source, at, f"{entry.name!r} has no space for its header", least, available)
     header = window.read(at, least)
     signature, _, flags, method, _, _, crc32, stored_size, size, n_name, n_extra = _LOCAL.unpack_from(header)
     if signature != LOCAL:
         raise _bad(source, at, f"{entry.name!r} has no local header", LOCAL, signature)
     if n_name != len(raw_name) or header[LOCAL_SIZE:] != raw_name:
-        error = _bad(source, at, "a zip member has two names", repr(entry.name), header[LOCAL_SIZE:][:80])
+        error = _bad(source, at, "a zip member has two different names", repr(entry.name), header[LOCAL_SIZE:][:80])
         if n_name != len(raw_name):
             raise error
         report(error)
@@ -606,7 +606,7 @@ def _placed(window: _Window, entry: Member, following: int) -> int:
     data_offset: int = at + least + n_extra
     end_of_data = data_offset + entry.stored_size
     if end_of_data > following:
-        raise _bad(source, at, f"{entry.name!r} reaches into what follows it", following, end_of_data)
+        raise _bad(source, at, f"{entry.name!r} overlaps the next record", following, end_of_data)
     try:
         extras = _extras(source, at, raw_name, window.read(at + least, n_extra))
         _check_local_numbers(source, entry, (crc32, stored_size, size), extras.get(_ZIP64_EXTRA, b""))

@@ -28,7 +28,7 @@ from ckptconv.errors import (
     UnreadableError,
     UnsupportedError,
     UsageError,
-    count,
+    at_path,
     size,
     some,
 )
@@ -85,8 +85,11 @@ class Finding:
     path: str | None = None
 
     def __str__(self) -> str:
-        where = self.where if self.path is None else f"{self.where}: at {self.path}"
-        line = CkptconvError(self.what, where=where, expected=self.expected, got=self.got, hint=self.hint)
+        what = self.what
+        if self.path is not None:
+            verb = "weights_only=True refuses" if self.level == "needs code" else "it contains"
+            what = f"{verb} {what}{at_path(self.path)}"
+        line = CkptconvError(what, where=self.where, expected=self.expected, got=self.got, hint=self.hint)
         return f"{self.level}: {line}"
 
 
@@ -269,7 +272,11 @@ def _digits(sha256: str | None) -> str | None:
         return None
     digits = sha256.strip().lower()
     if len(digits) != _SHA256_DIGITS or not set(digits) <= set("0123456789abcdef"):
-        raise UsageError("not a SHA-256", expected=f"{_SHA256_DIGITS} hexadecimal digits", got=sha256)
+        raise UsageError(
+            option("expect_sha256", None) + " is not a SHA-256",
+            expected=f"{_SHA256_DIGITS} hexadecimal digits",
+            got=sha256,
+        )
     return digits
 
 
@@ -349,10 +356,10 @@ def finding_of(error: CkptconvError) -> Finding:
 
 def _of_concern(concern: Concern, path: Path) -> Finding:
     """Return `concern` as a finding about the file at `path`."""
-    more = f", and {count(concern.more, 'time')} more" if concern.more else ""
+    more = f" ({concern.more + 1:,} times)" if concern.more else ""
     hints = {
-        "dangerous": "no checkpoint needs it, but attacks use it: do not load it",
-        "unknown": "it cannot be judged, so it may be an attack",
+        "dangerous": "attacks use it, and no checkpoint needs it: do not load it",
+        "unknown": "it cannot be checked, so it may be an attack",
     }
     return Finding(concern.kind, f"{concern.name}{more}", str(path), hint=hints.get(concern.kind), path=concern.path)
 
@@ -387,7 +394,7 @@ def _check_sha256(source: Readable, expected: str, faults: CollectingSink) -> No
     if digest.hexdigest() != expected:
         faults.found(
             InputError(
-                "the file is another one: its SHA-256 differs",
+                "the SHA-256 of the file differs",
                 where=source.path,
                 expected=expected,
                 got=digest.hexdigest(),

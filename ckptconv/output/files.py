@@ -332,6 +332,7 @@ def _drop_from_cache(target: Path, source: Readable) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Lock the file at `path` against changes in place during this block, if it exists and is readable.
 
+    Nothing is locked on Windows.
     A change in place would write a journal, which would be removed with the journal of the replaced file. Raises
     UnreadableError if the file is being changed.
     """

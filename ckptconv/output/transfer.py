@@ -128,7 +128,7 @@ class Transfer:
     def _check_plan(self, length: int, planned: int) -> None:
         if length != planned:
             raise OutputError(
-                "the plan and the file disagree: a bug in ckptconv",
+                "the plan does not match the file: a bug in ckptconv",
                 where=self._file.path,
                 expected=planned,
                 got=length,
@@ -146,7 +146,7 @@ class Transfer:
             for chunk in self._pieces.chunks(piece.resolved(self._all_sums)):
                 if out.read(at, len(chunk)) != chunk:
                     raise OutputError(
-                        "what was written reads back differently",
+                        "the output differs when it is read back",
                         where=f"{self._file.path} at byte {at}",
                         hint="the disk may be failing",
                     )

@@ -101,7 +101,7 @@ def scan_lenient(
         graph = machine.load(_DISPATCH, most)
         is_whole = True
     except LimitError:
-        machine.doubt = "a pickle too long to look into"
+        machine.doubt = "a pickle that is too long to check"
     except (_Broken, MalformedError, UnsupportedError):
         pass
     work().charge(most - length_hint(machine.steps))
@@ -152,7 +152,7 @@ class _Lenient(PickleMachine):
         if opcodes and self.frame_end is not None and self.frame_end <= self.size:
             self.doubt = _CUT  # the next pickle may start after STOP or after the frame
         if opcodes and not self.stack:
-            self.fail("STOP of nothing stops every reader")
+            self.fail("STOP with an empty stack")
         left = [value for stack in (*self.metastack, self.stack) for value in stack]
         root = left.pop() if left else None
         return self.graph(root, opcodes, [*self.popped, *left, *self.calls])
@@ -178,7 +178,7 @@ class _Lenient(PickleMachine):
     def call(self, kind: str, callable_: Value, args: Value, kwargs: Value = None) -> None:
         """Push a node for the result of a call, which is not executed. Arguments of any type are accepted."""
         if not isinstance(callable_, (Global, Call, Extension, PersistentId)):
-            self.fail("what cannot be called stops every reader")
+            self.fail("a call of an object that is not callable")
         if not isinstance(args, (Tuple, Call)):
             args = Tuple(list(args.elements()) if isinstance(args, List) else [args])
         call = Call(kind, callable_, args, kwargs, self.next_order())
@@ -201,7 +201,7 @@ def _number(m: PickleMachine) -> None:
 def _long_bytes(m: PickleMachine, n: int) -> None:
     """Skip an integer of `n` bytes and push 0."""
     if not 0 <= n <= m.size - m.tell():
-        m.fail("a length that no reader takes")
+        m.fail("a length that is not valid")
     m.skip(n)
     m.stack.append(0)
 
@@ -214,7 +214,7 @@ def _slot(m: PickleMachine) -> int:
     except ValueError:
         pass
     if not _DIGITS.fullmatch(digits.strip()):
-        m.fail("no slot of the memo")
+        m.fail("not a slot of the memo")
     slot = 0  # Python before 3.11 converts any number of digits
     digits = digits.strip().replace(b"_", b"").lstrip(b"+")
     for at in range(0, len(digits), _AT_ONCE):

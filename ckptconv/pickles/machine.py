@@ -187,7 +187,10 @@ class PickleMachine:
         raise MalformedError(what, where=f"{self.where} at byte {self.tell()}", expected=expected, got=got)
 
     def refill(self, need: int) -> None:
-        """Move the window so that it starts at the next byte and contains at least `need` bytes."""
+        """Move the window so that it starts at the next byte and contains at least `need` bytes.
+
+        Raises MalformedError if the pickle has fewer bytes, and LimitError if it is too large.
+        """
         self.base += self.pos
         self.budget -= self.pos
         self.pos = 0
@@ -232,7 +235,10 @@ class PickleMachine:
         return number
 
     def line(self) -> bytes:
-        """Read up to a newline and return the bytes before the newline."""
+        """Read up to a newline and return the bytes before the newline.
+
+        Raises MalformedError if there is none, and LimitError if the line is too long.
+        """
         while (end := self.window.find(b"\n", self.pos, self.pos + LIMITS.pickle_line + 1)) < 0:
             have = len(self.window) - self.pos
             if have > LIMITS.pickle_line:

@@ -331,7 +331,7 @@ def _persid(m: PickleMachine) -> None:
 
 
 def _buffer(m: PickleMachine) -> None:
-    raise UnsupportedError("the pickle needs out-of-band buffers, which a file does not hold", where=m.where)
+    raise UnsupportedError("the pickle needs out-of-band buffers, which a file does not contain", where=m.where)
 
 
 #: The operation of each opcode, by the opcode's name.

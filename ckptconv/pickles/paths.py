@@ -429,7 +429,7 @@ def parse_path(path: str) -> list[str]:
     return _SEGMENT.findall(path if path.startswith("[") else "/" + path)
 
 
-_THROWN_AWAY = "what is made and thrown away"
+_THROWN_AWAY = "(a discarded value)"
 
 
 class Referrers:

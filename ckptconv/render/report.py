@@ -14,7 +14,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ckptconv.errors import count, size
+from ckptconv.errors import at_path, count, size
 from ckptconv.formats.writers import writer_of
 from ckptconv.hints import command, option
 from ckptconv.render.text import PLAIN, Style, fact, first_of, headline
@@ -36,8 +36,8 @@ _SHOWN = 5  # items in one fact
 _PATTERNS = 8  # of names
 _IN_PLACE = {
     "nothing": "nothing had to change",
-    "same size": "in the space of the old header",
-    "appended": "with a new pickle after the tensors; the old one stays until you convert the file to another",
+    "same size": "only the header is replaced; the file keeps its size",
+    "appended": "a new pickle follows the tensors; the old one stays until you convert the file to another",
 }
 
 
@@ -126,9 +126,9 @@ def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = Fal
 
 #: How the parameters of an optimizer were matched with names.
 _NAMES_FROM = {
-    "itself": "with its own names",
-    "shapes": "with names found by the shapes of its state",
-    "order": "with names in the order of model.parameters(), as you confirmed",
+    "itself": "parameter names are its own",
+    "shapes": "parameter names follow from the shapes of its state",
+    "order": "parameter names are in the order of model.parameters(), as you confirmed",
 }
 
 
@@ -184,7 +184,7 @@ def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
 def _optimizer_lines(path: str, change: OptimizerChange) -> Iterator[Fact]:
     """Yield facts about the changes of the optimizer at `path`, and how its parameters were matched with names."""
     if change.names:
-        yield ("names", f"{count(change.names, 'name')} in the optimizer at {path} changed with them")
+        yield ("names", f"{count(change.names, 'name')} in the optimizer{at_path(path)} changed with them")
     done = [f"{count(change.left_out, 'parameter')} left out"] if change.left_out else []
     if change.regrouped:
         done.append(f"{count(change.regrouped, 'parameter')} regrouped with the weights")
@@ -193,7 +193,7 @@ def _optimizer_lines(path: str, change: OptimizerChange) -> Iterator[Fact]:
     if change.keyed_by:
         done.append(f"keyed by {change.keyed_by}")
     if done:
-        yield ("optimizer", f"{path}: {'; '.join(done)}, {_NAMES_FROM[change.names_from or 'itself']}")
+        yield ("optimizer", f"{path}: {'; '.join(done)}; {_NAMES_FROM[change.names_from or 'itself']}")
 
 
 def _verified(verified: Verified) -> list[str]:
@@ -248,7 +248,7 @@ def _dtype_lines(report: Report, every_one: bool) -> Iterator[Fact]:
         yield ("separated", "they shared a storage and were cast differently: " + _all_or_some(groups, every_one))
     if changes.compacted.storages:
         gone, storages = size(changes.compacted.nbytes), count(changes.compacted.storages, "storage")
-        yield ("compacted", f"{gone} that no tensor uses removed from {storages}")
+        yield ("compacted", f"removed {gone} that no tensor uses, from {storages}")
 
 
 def _plain_lines(made_plain: list[MadePlain], every_one: bool) -> Iterator[Fact]:
@@ -289,14 +289,14 @@ def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool) -> 
         if more:
             rest = sum(left.nbytes for left in group[len(shown) :])
             listed += _more(more, f" ({size(rest)})" if rest else "")
-        yield ("not saved", f"{why}: " + listed)
+        yield ("not saved", why if listed == "." else f"{why}: " + listed)
 
 
 def _name_lines(names: list[NameChange], every_name: bool) -> Iterator[Fact]:
     """Yield facts about changed names, grouped by pattern unless `every_name` is set."""
     if every_name:
         for change in names:
-            yield ("names", f"{change.path}: {change.old} → {change.new}")
+            yield ("names", f"{change.old} → {change.new}{at_path(change.path)}")
         return
     by_pattern = patterns(names)
     label = "names"

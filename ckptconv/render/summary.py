@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptconv.checkpoint.torch_versions import RANGE, by_version
-from ckptconv.errors import count, size
+from ckptconv.errors import at_path, count, size
 from ckptconv.hints import Command, Option, command, command_in, option
 from ckptconv.lazy_regex import regex
 from ckptconv.render.table import table_lines, tree_lines
@@ -105,7 +105,8 @@ def _in_place(summary: Summary, style: Style) -> Iterator[str]:
 
 def _values(style: Style, label: str, texts: Sequence[tuple[str, str]], most: int) -> Iterator[str]:
     """Yield a fact with the first `most` of `texts`, which are pairs of a path and a description."""
-    listed = [f"{_short(path, _LONGEST_PATH)} = {_short(text)}" for path, text in texts[:most]]
+    listed = ["" if path == "." else f"{_short(path, _LONGEST_PATH)} = " for path, _ in texts[:most]]
+    listed = [path + _short(text) for path, (_, text) in zip(listed, texts, strict=False)]
     rest = [f"… {len(texts) - most:,} more (" + option("json") + ")"] if len(texts) > most else []
     return fact(style, label, [*listed, *rest], separator="; ")
 
@@ -296,7 +297,7 @@ def _part(part: Part, summary: Summary) -> str:
         optimizer = next((_optimizer(each) for each in summary.optimizers if each.path == part.path), "")
         return f"{where}{count(part.tensors, 'tensor')}, {size(part.nbytes)}{listed and ': '}{listed}{optimizer}"
     what = f"{count(state_dict.names, 'name')}, {count(state_dict.parameters, 'parameter')}, {size(part.nbytes)}"
-    layouts = [f"{n:,} as {layout}" for layout, n in state_dict.quantized.items()]
+    layouts = [f"{count(n, 'weight')} as {layout}" for layout, n in state_dict.quantized.items()]
     quantized = f"; quantized: {', '.join(layouts)}" if layouts else ""
     return f"{where}{what}{quantized}{_prefix(state_dict.prefixes, state_dict.names)}"
 
@@ -327,9 +328,10 @@ def _modules(summary: Summary, style: Style, most: int) -> Iterator[str]:
     has_finding = any(finding.kind == "prefix" for finding in summary.findings)
     every = summary.modules
     for module in every[:most]:
-        what = f"{_short(module.path, _LONGEST_PATH)}: a whole {_short(module.class_name, _LONGEST_PATH)}"
+        where = "" if module.path == "." else f"{_short(module.path, _LONGEST_PATH)}: "
+        what = f"{where}a pickled {_short(module.class_name, _LONGEST_PATH)}"
         if module.trouble:
-            yield from fact(style, "module", f"{what}, which gives no state dict: {module.trouble}")
+            yield from fact(style, "module", f"{what}, without a state dict: {module.trouble}")
             continue
         names = [_short(tensor.name) for tensor in module.tensors]
         what += f", {count(len(names), 'name')}, {count(module.parameters, 'parameter')}"
@@ -341,7 +343,7 @@ def _modules(summary: Summary, style: Style, most: int) -> Iterator[str]:
                 style,
                 "",
                 [
-                    "without a tensor that is known: " + _short(module.unknown[0]),
+                    "unknown tensors: " + _short(module.unknown[0]),
                     *first_of(map(_short, module.unknown), most)[1:],
                 ],
             )
@@ -396,8 +398,8 @@ def _safety(summary: Summary, style: Style) -> Iterator[str]:
     usual = (*_USUAL_GLOBALS, *summary.obstacles)
     foreign = [name for name in summary.globals if not name.startswith(usual)]
     if foreign:
-        yield from fact(style, "globals", first_of(foreign, _SHOWN))
-    inside = [f"{each.name} at {each.path}" for each in summary.concerns if each.inside]
+        yield from fact(style, "imports", first_of(foreign, _SHOWN))
+    inside = [each.name + at_path(each.path) for each in summary.concerns if each.inside]
     if inside:
         yield from fact(style, "pickles in it", first_of(inside, _SHOWN))
     if summary.safety == "needs code":

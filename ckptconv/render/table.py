@@ -276,6 +276,8 @@ def _rows(
 ) -> Iterator[Row]:
     """Yield a row for each of `branches`, and for `depth` levels below them (None: all levels).
 
+    A branch with a single branch below it has one row together with that branch.
+
     Names are indented by `indent`. Each row has its share of `whole`, the bytes of all tensors, unless `whole` is 0.
     """
     for branch in sorted(branches, key=lambda branch: -branch.nbytes) if by_size else branches:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptconv.checkpoint.torch_versions import KNOWN, RANGE, by_version, version_of
 from ckptconv.errors import count, printable, size
+from ckptconv.hints import command_line
 
 if TYPE_CHECKING:
     from ckptconv.inspection.verification import Verdict
 
 
 #: The levels of findings that have other words in the last line.
-_WORDS = {"unknown": "cannot be judged"}
+_WORDS = {"unknown": "cannot be checked"}
 #: The same for the safety of a checkpoint.
 _SAFETY = {"needs code": "needs code that weights_only=True refuses", "holds no code": "contains no code"}
 
@@ -24,6 +26,8 @@ def verdict_lines(verdict: Verdict, *, quiet: bool = False, verbose: bool = Fals
     for finding in verdict.findings:
         if verbose if finding.level == "note" else not (quiet and verdict.ok):
             yield str(finding)
+    if verdict.format and not quiet and any(finding.level == "needs code" for finding in verdict.findings):
+        yield f"  to see what loads: {command_line('inspect', Path(verdict.path))}"
     if not verdict.ok:
         levels = Counter(finding.level for finding in verdict.findings if finding.level != "note")
         counts = [f"{_WORDS.get(level, level)} ({count(number, 'finding')})" for level, number in levels.items()]

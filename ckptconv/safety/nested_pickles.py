@@ -294,7 +294,7 @@ def _text_as_file(value: Encoded, blobs: Readable) -> Readable | None:
     if codec == "utf_8":
         return _window(text, blobs)  # texts are stored as UTF-8
     if text.length > _LONGEST_TEXT:
-        raise Undecidable("a text too long to encode")
+        raise Undecidable("a string that is too long to encode")
     data = _encoded(blobs.read(text.offset, text.length).decode("utf-8", "surrogatepass"), codec, errors)
     return None if data is None else BytesSource(data, blobs.path)
 
@@ -327,7 +327,7 @@ def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[I
         at = seen.end
         left -= graph.opcodes
     if count == LIMITS.pickles_inside:
-        raise Undecidable("more pickles inside than are looked into")
+        raise Undecidable("too many nested pickles to check")
 
 
 def _next_name(held: Readable, at: int) -> int:
@@ -381,6 +381,6 @@ def _opened(held: Readable, member: Member) -> Readable:
     if member.method == STORED:
         return SliceSource(held, member.data_start(held), member.size)
     if member.size > min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes):
-        raise Undecidable("a pickle too long to look into")
+        raise Undecidable("a pickle that is too long to check")
     stream = Inflate(ByteRange(held, member.data_start(held), member.stored_size), member.size, None)
     return BytesSource(b"".join(inflated(stream)), held.path)

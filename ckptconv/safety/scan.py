@@ -73,7 +73,7 @@ Level: TypeAlias = Literal[
 Kind: TypeAlias = Literal["dangerous", "unknown", "needs code"]
 _KINDS: tuple[Kind, ...] = ("dangerous", "unknown", "needs code")
 
-_NOT_LISTED = "others that are not listed"
+_NOT_LISTED = "others (not listed)"
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ class _Search:
             elif self.is_wanted(holder, where, depth):
                 self.inside += 1
                 if self.inside > LIMITS.pickles_inside:
-                    raise Undecidable("more pickles inside than are looked into")
+                    raise Undecidable("too many nested pickles to check")
                 self.graph(inner.graph, _Where(inner.graph, inner.name, where, holder), inner.source, depth + 1)
 
     def add(self, name: str, where: _Where, value: Value, kind: Kind, *, inside: bool) -> None:

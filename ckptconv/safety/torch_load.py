@@ -83,7 +83,7 @@ def torch_loading(checkpoint: Checkpoint, *, is_sound: bool = True, torch: Versi
     """
     torch = torch or asked_version(None)
     if torch not in KNOWN or not is_sound:
-        why = f"rules that are not known; those of torch {RANGE} are"
+        why = f"ckptconv knows the rules of torch {RANGE} only"
         why = why if is_sound else "something is wrong with the file"
         return Loading("not known", (Reason("not known", why),), word_of(torch))
     rules = Rules(torch)
@@ -109,7 +109,7 @@ def _reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Iterator[
         return
     is_named_safetensors = checkpoint.source.path.name.endswith(".safetensors") and rules.since(2, 13)
     if is_named_safetensors and checkpoint.format != _SAFETENSORS:
-        yield Reason("refused", "torch.load takes a file of this name for safetensors, and it is none")
+        yield Reason("refused", "its name ends in .safetensors, but it is not a safetensors file")
     if is_exported(checkpoint):
         yield Reason(
             "refused", "it is a program of torch.export, which torch.export.load loads and torch.load does not"
@@ -123,9 +123,7 @@ def _reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Iterator[
     elif checkpoint.format == _LEGACY:
         yield from _legacy_reasons(checkpoint, blobs, rules)
     elif checkpoint.format == _PICKLE:
-        yield Reason(
-            "refused", "it is a plain pickle: torch.load finds no magic number, and reads none", is_spelling=True
-        )
+        yield Reason("refused", "it is a plain pickle, which torch.load does not read", is_spelling=True)
     elif checkpoint.format == _SAFETENSORS:
         yield from _safetensors_reasons(checkpoint, rules)
     else:
@@ -161,18 +159,18 @@ def _record_reasons(checkpoint: Checkpoint, archive: Archive, rules: Rules) -> I
     try:
         records = {name: _short_record(checkpoint, member) for name, member in read.items()}
     except InputError as error:
-        yield Reason("not known", f"a record that torch reads: {error.what}")
+        yield Reason("not known", f"a record that torch reads is not valid: {error.what}")
         return
     yield from _version_reasons(records.get(_OTHER_VERSION, records.get("version")))
     try:
         int(records.get(_ALIGNMENT, b"64"))
     except ValueError:
         if rules.since(2, 7):
-            yield Reason("refused", f"the record {_ALIGNMENT} is no number", is_spelling=True)
+            yield Reason("refused", f"the record {_ALIGNMENT} is not a number", is_spelling=True)
     try:
         records.get(_SERIALIZATION_ID, b"").decode()
     except UnicodeDecodeError:
-        yield Reason("refused", f"the record {_SERIALIZATION_ID} is no UTF-8", is_spelling=True)
+        yield Reason("refused", f"the record {_SERIALIZATION_ID} is not UTF-8", is_spelling=True)
 
 
 def _name_reasons(name: bytes, root: bytes) -> Iterator[Reason]:
@@ -185,16 +183,16 @@ def _name_reasons(name: bytes, root: bytes) -> Iterator[Reason]:
     except UnicodeDecodeError:
         yield Reason("refused", f"a record's name has {len(name):,} bytes, and torch cuts a character of it in two")
     if kept == root + b"/" + CONSTANTS.encode():
-        yield Reason("refused", f"a record's name begins with {CONSTANTS}, and torch sees no more of it")
+        yield Reason("refused", f"a long record name begins with {CONSTANTS}, where torch cuts it off")
 
 
 def _version_reasons(note: bytes | None) -> Iterator[Reason]:
     """Yield a reason if `note`, the content of the record with the archive's version, is missing or not accepted."""
     number = _NUMBER.match(note or b"")
     if note is None:  # the record is damaged, or its case differs as only Unicode defines it
-        yield Reason("refused", "there is no record that says the archive's version")
+        yield Reason("refused", "the record with the archive's version is missing")
     elif number is None:
-        yield Reason("refused", "the record that says the archive's version is no number")
+        yield Reason("refused", "the archive's version is not a number")
     elif int(number[1]) not in _VERSIONS:
         yield Reason(
             "refused",
@@ -216,14 +214,14 @@ def _deflate_reasons(checkpoint: Checkpoint) -> Iterator[Reason]:
     """
     deflated = [each.data for each in checkpoint.storages.values() if isinstance(each.data, Inflate)]
     if sum(each.length for each in deflated) > LIMITS.inflated_to_prove:
-        yield Reason("not known", "its storages are deflated, and too long to be inflated for this")
+        yield Reason("not known", "its compressed storages are too large to be checked")
         return
     try:
         for each in deflated:
             for _ in inflated(each):
                 pass
     except InputError as error:
-        yield Reason("not known", f"a deflated storage cannot be inflated: {error.what}")
+        yield Reason("not known", f"a compressed storage is damaged: {error.what}")
 
 
 # torch's format before 1.6
@@ -234,11 +232,11 @@ def _legacy_reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> It
     container = checkpoint.container
     assert isinstance(container, LegacyFile)
     if is_tar(checkpoint.source):
-        yield Reason("refused", "torch takes it for a tar archive, which Python's tarfile does")
+        yield Reason("refused", "torch takes it for a tar archive")
     for graph in container.around:
         yield from reasons(graph, rules=rules)
     if container.class_ids:
-        yield Reason("refused", "it names the classes of modules, with their source")
+        yield Reason("refused", "it contains module classes with their source code")
     for each in checkpoint.references:
         if storage_id(each.node).dtype is UNTYPED:
             yield Reason("refused", "torch cannot read a storage without a dtype from this format", is_spelling=True)
@@ -257,4 +255,4 @@ def _safetensors_reasons(checkpoint: Checkpoint, rules: Rules) -> Iterator[Reaso
         yield Reason("refused", "torch.load reads safetensors only under a name that ends in .safetensors")
     without = {info.dtype for info in checkpoint.tensors.values()} - BY_NAME.keys()
     if without:
-        yield Reason("not known", f"what safetensors makes of {', '.join(sorted(without))}, which torch has not")
+        yield Reason("not known", f"torch has no dtype for {', '.join(sorted(without))}")

@@ -85,7 +85,7 @@ class FsspecTransport(Location):
         if said.get("type") == "directory":
             raise MissingInputError("cannot be read: no such file", where=self.shown)
         if not isinstance(said.get("size"), int):
-            raise UnsupportedError("no file whose size the store says", where=self.shown)
+            raise UnsupportedError("not a file with a known size", where=self.shown)
         modified = next((str(said[key]) for key in ("LastModified", "last_modified", "mtime") if key in said), None)
         return Version(said["size"], said.get("ETag") or said.get("etag"), modified)
 
@@ -129,7 +129,7 @@ def _appearing(at: Location) -> Iterator[_Send]:
             yield send
         return
     if not _has_commit(at):
-        what = "this filesystem has no move and no transaction, so a file there could be seen half"
+        what = "this filesystem has no move and no transaction, so an incomplete file could be visible"
         raise UnsupportedError(what, where=at.shown, hint="write a file here, and copy it there")
     with _as_output_error(at), files.transaction:
 

@@ -252,11 +252,13 @@ class HttpTransport:
                     piece = decoder.decompress(decoder.unconsumed_tail, _CHUNK)
                     yield piece
                 if decoder.unused_data:
-                    raise TransferError("the server sends more behind what it compressed", where=self._shown)
+                    raise TransferError("the server sends more data after the compressed data", where=self._shown)
         except zlib.error as error:
-            raise TransferError(f"what the server compressed is damaged: {error}", where=self._shown) from error
+            raise TransferError(
+                f"the compressed data from the server is damaged: {error}", where=self._shown
+            ) from error
         if not decoder.eof:
-            raise Transient("the connection was cut, or what the server compressed has no end")
+            raise Transient("the connection was cut, or the compressed data is incomplete")
 
     def page(self, deadline: float) -> tuple[list[dict[str, Any]], str | None]:
         """Return the entries of a page of the Hub's file list, and the path of the next page or None.
@@ -389,7 +391,7 @@ class HttpTransport:
         length = said.get("Content-Length")
         if length is not None and number(length) != end - start:
             raise TransferError(
-                "the server says two lengths", where=self._shown, expected=f"{end - start} bytes", got=length
+                "the server sends two different lengths", where=self._shown, expected=f"{end - start} bytes", got=length
             )
         return Answer(received(self._chunks(response), end - start, deadline), Version(size, etag, modified))
 

@@ -195,7 +195,7 @@ class FileObjectDestination:
                 done = self._file.write(view)
                 view = view[len(view) if done is None else done :]
             if self._file.tell() != end:
-                raise OutputError("the file object writes elsewhere than it was told to: is it open for appending?")
+                raise OutputError("the file object writes to a wrong position: is it open for appending?")
 
     def read(self, at: int, length: int) -> bytes:
         """Return at most `length` bytes at `at` bytes from the start position."""

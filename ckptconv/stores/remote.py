@@ -81,7 +81,7 @@ class Listing:
             segments = place.split("/")
             if not {"", ".", ".."}.isdisjoint(segments) or "\0" in place:
                 raise InputError(
-                    "the store lists a name that is no path", where=where, got=repr(place), hint="give a file in it"
+                    "the store lists a name that is not a path", where=where, got=repr(place), hint="give a file in it"
                 )
             self.files[place] = entry
             self._add(segments)
@@ -458,7 +458,7 @@ class FarSource(Readable):
         notes = [f"not read, to save requests: {', '.join(found)}; verify and convert read them"] if found else []
         if not self._has_validator:
             notes.append(
-                "the server says no ETag and no time of change: a change meanwhile would show in the size alone"
+                "the server sends no ETag and no time of change, so only a change of the size would be noticed"
             )
         return notes
 
@@ -564,7 +564,7 @@ class _Delivery:
             if done < len(data):  # raises the error of the system
                 calls.pwrite(self._file, data[done:], self._parts[i][0] + done)
         except OSError as error:
-            what = f"what is read twice cannot be kept there: {error.strerror or error}"
+            what = f"data that is read twice cannot be cached there: {error.strerror or error}"
             raise OutputError(what, where=self._folder, expected=f"{len(data):,} bytes more") from error
         self._stored.add(i)
 

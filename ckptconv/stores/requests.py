@@ -301,7 +301,7 @@ def check_range(said: str | None, start: int, stop: int, where: object) -> tuple
     first, _, last = span.partition("-")
     at, end, size = number(first), number(last), number(total)
     if unit.lower() != "bytes" or at is None or end is None or size is None:
-        what = "the server does not say which bytes it sends"
+        what = "the server does not state which bytes it sends"
         raise TransferError(what, where=where, expected="bytes A-B/SIZE", got=said)
     if at != start or end + 1 != min(stop, size):
         raise TransferError(
@@ -319,7 +319,7 @@ def received(chunks: Iterator[bytes], length: int | None, deadline: float, most:
     for chunk in chunks:
         data += chunk
         if len(data) > (most if length is None else length):
-            raise Transient(f"the server sent more than the {length or most:,} bytes that it promised")
+            raise Transient(f"the server sent more than the announced {length or most:,} bytes")
         if time.monotonic() > deadline:
             raise Transient(f"the server is too slow: {len(data):,} bytes came")
     if length is not None and len(data) < length:

@@ -595,7 +595,7 @@ class S3Store(WritableStore):
         notes = []
         back = sum(file.size for file in files)
         if made := back - sum(file.size for file in streamed):
-            notes.append(f"what is computed ({size(made)}) is written to a temporary file here first, and then sent")
+            notes.append(f"computed data ({size(made)}) is written to a temporary file here first, and then sent")
         parts = [part for file in streamed for part in parts_of(file, _is_copied)]
         inside, through = (sum(part.length for part in parts if part.copied is kind) for kind in (True, False))
         if streamed:

@@ -164,7 +164,7 @@ def read_back(path: Path, parts: Sequence[Sent], etag: str | None, progress: Pro
 
 def _differs(where: str, expected: int | None = None, got: int | None = None) -> OutputError:
     said = [None if nbytes is None else f"{nbytes:,} bytes" for nbytes in (expected, got)]
-    return OutputError("what was written reads back differently", where=where, expected=said[0], got=said[1])
+    return OutputError("the output differs when it is read back", where=where, expected=said[0], got=said[1])
 
 
 def old_set(new: NewFolder, *, replace: bool) -> OldSet:

@@ -103,7 +103,7 @@ class _Copy:
                 set_attributes(new, {name: self.of(value) for name, value in attributes_of(place.node).items()})
 
     def of(self, node: Any) -> Any:
-        """Return the copy of `node`, which must exist already."""
+        """Return the copy of `node`, which must exist already. An atom is its own copy."""
         return node if _is_atom(node) else self.made[id(node)]
 
     def has(self, node: Any) -> bool:

@@ -25,7 +25,7 @@ from ckptconv.checkpoint.torch_versions import warning_of_flaws
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices, MapLocation, parse_target, to_devices
 from ckptconv.edits.retag import retag, tags_of
-from ckptconv.errors import MalformedError, UnsupportedError
+from ckptconv.errors import MalformedError, UnsupportedError, at_path
 from ckptconv.formats import torch_zip
 from ckptconv.hints import joined, option
 from ckptconv.inspection.diagnosis.refusals import Refused
@@ -114,7 +114,7 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
     ]
     if refused:
         found = Refused(checkpoint, refused)
-        got = ", ".join(f"{word} at {first}" for word, (first, _) in found.where.items())
+        got = ", ".join(word + at_path(first) for word, (first, _) in found.where.items())
         needed = {needed_import(word) for word in found.where}
         if None not in needed:
             raise UnsupportedError(

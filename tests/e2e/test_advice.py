@@ -315,7 +315,7 @@ CASES: dict[str, Case] = {
         "convert {m}.pt out.pt --dtype bf16", r"convert it first:\s+(.*)", "loads", loads, {"OUT": "first.pt"},
     ),
     "a configuration of a quantized model": Case(
-        lambda _: quantized_folder(), "convert src out --dtype bf16", r"of a folder, (--copy-others) writes", "plain",
+        lambda _: quantized_folder(), "convert src out --dtype bf16", r"for a folder, (--copy-others) writes", "plain",
         lambda _: _equal(json.loads(Path("out/config.json").read_text()), {}), made="convert src out --dtype bf16 -f",
     ),
     "a join of deflated tensors": Case(
@@ -453,6 +453,9 @@ CASES: dict[str, Case] = {
     "a whole module": Case(
         saved(net), "inspect {m}.pt", FINDING.format("is a pickled model"), "loads, strict", fits(),
     ),
+    "a verdict on a whole module": Case(
+        saved(net), "verify {m}.pt", r"to see what loads: (ckptconv inspect .*)", "shows it", nothing,
+    ),
     "DTensors need an import": Case(
         lambda m: (distributed(), os.rename("parts.tmp", m + ".pt")), "inspect {m}.pt",
         r"only after `(import torch\.distributed\.tensor)`", "torch.load takes it behind that line", nothing,
@@ -516,7 +519,7 @@ CASES: dict[str, Case] = {
         same(weights), {"OUT": "out.pt"},
     ),
     "files of ranks, of an optimizer too": Case(
-        lambda m: (_ranks(m), _ranks(m, "optim")), "convert {m} out.pt", r"of its own:\s+(ckptconv inspect .*)",
+        lambda m: (_ranks(m), _ranks(m, "optim")), "convert {m} out.pt", r"checkpoint:\s+(ckptconv inspect .*)",
         "shows the optimizer's", nothing,
     ),
     "protocol 4": Case(
@@ -999,7 +1002,7 @@ CASES: dict[str, Case] = {
         {"OUT": "out.pt"},
     ),
     "a shard that is none": Case(
-        lambda m: _no_shard(m), "inspect {m}", r"convert it alone:\s+(.*)", "loads", loads, {"OUT": "out.pt"},
+        lambda m: _no_shard(m), "inspect {m}", r"convert it by itself:\s+(.*)", "loads", loads, {"OUT": "out.pt"},
     ),
     "a part of a set to a folder": Case(
         lambda m: (torch.save(weights(), "w.pt"), ckptconv.convert("w.pt", m, max_shard_size=20, format="pt")),
@@ -1008,7 +1011,7 @@ CASES: dict[str, Case] = {
     ),
     "a record that torch cannot read": Case(
         lambda m: (saved(weights)("in"), rezip(Path("in.pt"), Path(m + ".pt"), {".storage_alignment": b"x"})),
-        "inspect {m}.pt", FINDING.format("is no number"), "loads", same(weights),
+        "inspect {m}.pt", FINDING.format("is not a number"), "loads", same(weights),
     ),
     "a plain pickle of what makes its storages": Case(
         saved(lambda: {"w": torch.ones(1), "f": torch.storage._load_from_bytes}),
@@ -1285,7 +1288,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "conversion/targets.py:option copy_others": (_NAMED,) * 4,
     "conversion/targets.py:option max_shard_size": (_NAMED,) * 2,
     "conversion/targets.py:option ranks": (_NAMED,),
-    "edits/dtype_casts.py:option dtype": (_NO_CHANGE, _NO_CHANGE),
+    "edits/dtype_casts.py:option dtype": (_NO_CHANGE,),
     "edits/loadable/making.py:option loadable": (_NO_CHANGE,),
     "edits/loadable/making.py:text": (_LOADABLE + "test_what_is_torchs_own_names_the_import",),
     "edits/loadable/making.py:option drop": (_LOADABLE + "test_the_command_takes_it_all_out",),
@@ -1299,7 +1302,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "errors.py:text": (_NETWORK,),
     "formats/distributed/dcp_writing.py:option drop": (_DCP,),
     "formats/distributed/dcp_writing.py:option loadable": (_DCP,),
-    "formats/distributed/dcp_writing.py:option select": (_DCP,),
+    "formats/distributed/dcp_writing.py:option select": (_DCP, _DCP),
     "formats/distributed/zero.py:python": (_OTHERS,),
     "formats/distributed/dcp.py:text": (_RUN,),
     "formats/distributed/rank_parts.py:text": (_RUN, _RUN),
@@ -1331,6 +1334,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "inspection/comparison/options.py:option names_only": (_NAMED, _NAMED),
     "inspection/comparison/options.py:option full": (_NAMED,),
     "inspection/diagnosis/refusals.py:issue not known": ("it says that nothing is known, and advises nothing",),
+    "inspection/verification.py:option expect_sha256": (_NAMED,),
     "inspection/values.py:option include": ("it takes a file larger than a test makes",),
     "output/files.py:option force": (_FAULT, _FAULT),
     "output/folders.py:option force": (_FAULT,),

@@ -248,7 +248,7 @@ def test_the_name_of_a_file_object_says_the_format(tmp_path: Path) -> None:
     memory = io.BytesIO()
     ckptconv.save(state, memory, format="safetensors")
     assert memory.getvalue() == (tmp_path / "a.safetensors").read_bytes()
-    with (tmp_path / "a.safetensors").open("w+b") as file, pytest.raises(UsageError, match="the suffix says"):
+    with (tmp_path / "a.safetensors").open("w+b") as file, pytest.raises(UsageError, match="the suffix means"):
         ckptconv.save(state, file, format="pt")
 
 

@@ -83,7 +83,7 @@ def test_they_are_shown(run: Path) -> None:
     ]
     (note,) = ckptconv.inspect(run / "dtensor1.pt").notes
     assert note.startswith(
-        "partial: model/net.weight, model/net.bias, model/net.head and 1 more; the file holds what one process had"
+        "partial: model/net.weight, model/net.bias, model/net.head and 1 more; the file contains one process's part"
     )
 
 
@@ -139,7 +139,7 @@ def test_never_as_if_whole(run: Path, tmp_path: Path, edits: dict[str, Any]) -> 
     assert [t.path for t in ckptconv.inspect(tmp_path / "out.safetensors").tensors] == ["steps"]
 
 
-PART = r"\(one process's part of it\); save it whole"
+PART = r"\(one process's part of it\); save the whole tensor"
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_calls_around_calls(tmp_path: Path) -> None:
     torch.save({"w": around(torch.ones(2), 20, parameter)}, tmp_path / "x.pt")
     assert kinds(tmp_path / "x.pt")["w"] == ("strided", (2,), 8)
     torch.save({"w": around(torch.ones(2), 100, parameter)}, tmp_path / "x.pt")
-    with pytest.raises(LimitError, match="at w: too many calls around each other"):
+    with pytest.raises(LimitError, match=r"at w: .*nested too deeply"):
         ckptconv.inspect(tmp_path / "x.pt")
 
 

@@ -824,7 +824,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "KeyError: 101": (lambda: b"hello world", "a text file.*use the file with the weights"),
     "RuntimeError: PytorchStreamReader failed locating file data.pkl": (
         exported,
-        r"a \.pt2 archive.*save its weights alone: python -I -c",
+        r"a \.pt2 archive.*save only its weights: python -I -c",
     ),
 }
 #: What torch says of a file with a tag, and the tag.

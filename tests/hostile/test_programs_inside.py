@@ -102,7 +102,7 @@ def test_a_program_as_a_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        pytest.param(b"%b0" + _STATE, id="thrown away"),
+        pytest.param(b"%b0" + _STATE, id="discarded"),
         pytest.param(
             b"ccollections\nOrderedDict\n)R" + _STATE[1:] + b"}" + text("_metadata") + b"%bsb", id="attribute"
         ),

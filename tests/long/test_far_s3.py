@@ -145,7 +145,7 @@ def test_it_is_read_back(
     command("convert", url("zip.pt"), url(f"back/good-{words[1]}.pt"), "--verify", *words, err="the output read back")
     assert made[-1] == "GetObject"
     read_wrongly(monkeypatch, bad)
-    said = ("reads back differently", "the new object is visible: --force writes it again")
+    said = ("differs when it is read back", "the new object is visible: --force writes it again")
     command("convert", url("zip.pt"), bad, "--verify", *words, status=1, err=said)
     monkeypatch.undo()
     command("convert", url("zip.pt"), bad, "--verify", "--force", *words)
@@ -192,12 +192,12 @@ def test_a_set_is_read_back(store: Store) -> None:
     how = {"max_shard_size": "14MB", "format": "safetensors", "verify": True}
     with pytest.MonkeyPatch.context() as patch:
         read_wrongly(patch, "backset/model-00001")
-        with pytest.raises(OutputError, match="reads back differently") as caught:
+        with pytest.raises(OutputError, match="differs when it is read back") as caught:
             ckptconv.convert(url("zip.pt"), url("backset/"), **how)
         assert "is there" not in str(caught.value)
         assert store.keys("backset/") == []
         read_wrongly(patch, "saved-bad")
-        with pytest.raises(OutputError, match="reads back differently"):
+        with pytest.raises(OutputError, match="differs when it is read back"):
             ckptconv.save({"a": torch.ones(3)}, url("saved-bad.pt"), verify=True)
     report = ckptconv.convert(url("zip.pt"), url("backset/"), **how)
     assert report.verified and report.verified.output

@@ -103,8 +103,8 @@ for result in results:
 """
 #: What a reader or writer may be told instead: that somebody else is there, or that another's undo came first.
 _TOLD = (
-    "UnreadableError: another process changes the file in place",
-    "RefusedError: another process reads or changes the file",
+    "UnreadableError: another process is changing the file in place",
+    "RefusedError: another process is using the file",
 )
 _UNDONE = "InputError: there is no undo journal: nothing was changed in place here"
 

@@ -307,7 +307,7 @@ class Objects:
         if not self.is_mapping(value):
             return None
         if isinstance(value, Call) and (not isinstance(value.args, Tuple) or value.args.items):
-            raise NotKnown("what is in a mapping that was made of something")
+            raise NotKnown("an item of a mapping that was created from another object")
         assert isinstance(value, Object)
         found = [effect.values[i] for effect, i in value.pairs() if before(effect.order, now)]
         self.charge(len(found))
@@ -328,7 +328,7 @@ class Objects:
         if held is not ORDERED_DICT and held is not COUNTER:
             return False
         if any(effect.opcode == "BUILD" for effect in value.effects):  # an attribute can hide a method
-            raise NotKnown("a mapping that has attributes, where its items are wanted")
+            raise NotKnown("the items of a mapping with attributes")
         return True
 
     def is_empty(self, value: Value, now: int | None) -> bool:
@@ -348,7 +348,7 @@ class Objects:
             raise AfterUnknown
         if isinstance(held, Global):
             return False
-        raise NotKnown(f"whether {describe(held)} counts as empty")
+        raise NotKnown(f"the truth value of {describe(held)}")
 
     def check_hashable(self, value: Value, what: str = "key") -> None:
         """Raise Refused if Python cannot hash `value`. `what` is the word for the value in the message."""
@@ -365,7 +365,7 @@ class Objects:
             if known is not None:
                 return known
             if depth == LIMITS.nested_calls:
-                raise NotKnown("tuples in tuples too deep for a key")
+                raise NotKnown("a key of tuples that are nested too deeply")
             found = all(self._is_hashable(item, depth + 1) for item in value.items)
             self._hashable[id(value)] = found
             return found
@@ -399,7 +399,7 @@ class Objects:
         elements cannot be read, or if too many bytes have been read by this method.
         """
         if not (self.contents.are_there or at_end):
-            raise NotKnown("it needs the values of a tensor before they are there")
+            raise NotKnown("it needs the values of a tensor before they are loaded")
         storage = self.contents.storages.get(id(tensor.storage.node)) if tensor.storage else None
         data = storage and storage.data
         if data is None or not isinstance(data, (ByteRange, Inflate)) or not tensor.is_plain:
@@ -453,7 +453,7 @@ class Arguments:
         n = len(self.items)
         most = least if most is None else most
         if not least <= n <= most:
-            raise Refused(f"it takes {least}{'' if most == least else f' to {most}'} arguments, and gets {n}")
+            raise Refused(f"it takes {least}{'' if most == least else f' to {most}'} arguments, not {n}")
         return n
 
     def held(self, i: int) -> Held:
@@ -485,7 +485,7 @@ class Arguments:
         else:
             held = self.held(i)
             if not isinstance(held, SizeValue):
-                raise Refused(f"its {what} must be a tuple of integers, and is {describe(held)}")
+                raise Refused(f"its {what} must be a tuple of integers, not {describe(held)}")
             items = [*held.sizes]
         if len(items) > LIMITS.rank:
             raise NotKnown(f"a {what} of {len(items):,} dimensions")
@@ -500,21 +500,21 @@ class Arguments:
         value = self.items[i]
         if value is True or value is False:
             return value
-        raise Refused(f"its {what} must be True or False, and is {describe(self.held(i))}")
+        raise Refused(f"its {what} must be True or False, not {describe(self.held(i))}")
 
     def storage(self, i: int) -> StorageValue:
         """Return argument `i`, which must be a storage."""
         held = self.held(i)
         if isinstance(held, StorageValue):
             return held
-        raise Refused(f"it needs a storage, and gets {describe(held)}")
+        raise Refused(f"it needs a storage, not {describe(held)}")
 
     def tensor(self, i: int, what: str) -> TensorValue:
         """Return argument `i`, which must be a tensor. `what` is its name in messages."""
         held = self.held(i)
         if isinstance(held, TensorValue):
             return held
-        raise Refused(f"its {what} must be a tensor, and is {describe(held)}")
+        raise Refused(f"its {what} must be a tensor, not {describe(held)}")
 
     def dtype(self, i: int) -> str:
         """Return the name of the dtype in argument `i`, without ``torch.``.
@@ -524,7 +524,7 @@ class Arguments:
         held = self.held(i)
         module, _, name = imported_name(held, 2).rpartition(".") if isinstance(held, Global) else ("", "", "")
         if module != "torch" or name not in BY_NAME:
-            raise Refused(f"its dtype must be a torch.dtype, and is {describe(held)}")
+            raise Refused(f"its dtype must be a torch.dtype, not {describe(held)}")
         return name
 
     def global_name(self, i: int) -> str | None:
@@ -549,7 +549,7 @@ class Arguments:
         if items is None or not isinstance(self.items[i], (Tuple, List)):
             held = self.held(i)
             if isinstance(held, (bool, int, float)) or held is None:
-                raise Refused(f"its {what} must be a tuple, and is {describe(held)}")
+                raise Refused(f"its {what} must be a tuple, not {describe(held)}")
             raise NotKnown(f"its {what} is {describe(held)}")
         return Arguments(items, self.objects, self.now)
 
@@ -567,4 +567,4 @@ def _integer(held: Held, what: str) -> int:
         raise AfterUnknown
     if isinstance(held, TensorValue):  # a tensor with one element counts as an integer
         raise NotKnown(f"its {what} is a tensor")
-    raise Refused(f"its {what} must be an integer, and is {describe(held)}")
+    raise Refused(f"its {what} must be an integer, not {describe(held)}")

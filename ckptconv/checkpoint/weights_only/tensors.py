@@ -91,9 +91,9 @@ def _view(
         last += (n - 1) * step
     if not elements:
         if prod(max(n, 1) for n in shape) >= LIMITS.elements or offset >= LIMITS.elements:
-            raise NotKnown("an empty tensor of an absurd shape")
+            raise NotKnown("an empty tensor with a dimension that is too large")
     elif elements >= LIMITS.elements or any(step < 0 for step in stride):
-        raise NotKnown("a tensor of an absurd number of elements, or that runs backwards")
+        raise NotKnown("a tensor with too many elements or a negative stride")
     elif (needed := BY_NAME[dtype].bytes_of(last + 1)) > storage.nbytes:
         raise Refused(f"it reaches over {needed:,} bytes of a storage of {storage.nbytes:,}")
     return tuple(shape), tuple(stride)
@@ -127,16 +127,16 @@ def _lazy_bits(args: Arguments, i: int, tensor: TensorValue) -> TensorValue:
         return tensor
     if not isinstance(value, Dict):
         if args.objects.is_mapping(value):
-            raise NotKnown("metadata of a tensor that is no plain dict")
-        raise Refused(f"its metadata must be a dict, and is {describe(args.held(i))}")
+            raise NotKnown("metadata of a tensor that is not a plain dict")
+        raise Refused(f"its metadata must be a dict, not {describe(args.held(i))}")
     for key, bit in args.objects.items(value, args.now):
         name = args.objects.held(key)
         if not isinstance(name, str):
-            raise Refused("its metadata has a key that is no text")
+            raise Refused("its metadata has a key that is not a string")
         if name not in ("conj", "neg") or not isinstance(bit, bool):
-            raise NotKnown("metadata of a tensor that is neither its conj nor its neg bit")
+            raise NotKnown("metadata of a tensor other than its conj and neg bits")
         if name == "conj" and not tensor.dtype.startswith(("complex", "bcomplex")):
-            raise Refused(f"its metadata has a conj bit, which a tensor of {tensor.dtype} has not")
+            raise Refused(f"its metadata has a conj bit, which a tensor of {tensor.dtype} cannot have")
         tensor.is_plain = False
     return tensor
 
@@ -164,7 +164,7 @@ def _tensor_v3(args: Arguments) -> TensorValue:
     tensor = _strided(args, dtype)
     if args.items[4] is not None and args.flag(4, "requires_grad"):
         check_gradient(True, dtype)
-        raise Refused(f"torch cannot load a tensor of {dtype} that requires gradients and is no Parameter")
+        raise Refused(f"torch cannot load a tensor of {dtype} that requires gradients and is not a Parameter")
     return _lazy_bits(args, 7, tensor)
 
 
@@ -178,11 +178,11 @@ def _meta_tensor(args: Arguments) -> TensorValue:
     if any(n < 0 for n in shape):
         raise Refused("its shape has a negative number")
     if any(n < 0 for n in stride) or prod(max(n, 1) for n in shape) * 16 >= LIMITS.elements:
-        raise NotKnown("a meta tensor of an absurd shape")
+        raise NotKnown("a meta tensor whose shape is too large")
     if sum(n * step for n, step in zip(shape, stride, strict=True)) * 16 >= LIMITS.elements:
-        raise NotKnown("a meta tensor of an absurd stride")
+        raise NotKnown("a meta tensor whose stride is too large")
     if dtype.startswith(_QUANTIZED):
-        raise Refused("there are no quantized tensors without data")
+        raise Refused("a quantized tensor cannot be without data")
     requires_grad = args.items[3] is not None and args.flag(3, "requires_grad")
     check_gradient(requires_grad, dtype)
     return TensorValue(dtype, tuple(shape), tuple(stride), device="meta", requires_grad=requires_grad)
@@ -196,7 +196,7 @@ def empty(dtype: str) -> Maker:
 
     def make(args: Arguments) -> TensorValue:
         if args.items:
-            raise NotKnown("a tensor made by its class of something")
+            raise NotKnown("a tensor that its class creates from another object")
         return TensorValue(dtype, (0,), (1,))
 
     return make
@@ -207,7 +207,7 @@ def sparse_of_class(args: Arguments) -> Held:
 
     No version of torch writes such a call.
     """
-    raise NotKnown(f"a sparse tensor made by its class of {len(args.items)} arguments")
+    raise NotKnown(f"a sparse tensor that its class creates from {len(args.items)} arguments")
 
 
 def set_view(tensor: TensorValue, args: Arguments) -> TensorValue:
@@ -217,7 +217,7 @@ def set_view(tensor: TensorValue, args: Arguments) -> TensorValue:
     other states and for tensors that are not strided.
     """
     if len(args.items) != 4 or tensor.kind != "strided" or tensor.device != "cpu" or not tensor.is_plain:
-        raise NotKnown("the state of a tensor, which is no view of a storage")
+        raise NotKnown("the state of a tensor that is not a view of a storage")
     if tensor.requires_grad:
         raise Refused("the storage of a tensor that requires gradients cannot be set")
     storage = args.storage(0)
@@ -260,7 +260,9 @@ def _check_affine(params: Arguments) -> None:
     params.check_count(3)
     scale = params.held(1)
     if not isinstance(scale, (bool, int, float)):
-        raise NotKnown("a scale that is no number") if isinstance(scale, TensorValue) else Refused("its scale is none")
+        raise (
+            NotKnown("a scale that is not a number") if isinstance(scale, TensorValue) else Refused("its scale is None")
+        )
     try:
         float(scale)
     except OverflowError:
@@ -274,13 +276,13 @@ def _check_per_channel(params: Arguments, shape: tuple[int, ...]) -> None:
     axis = params.integer(3, "axis")
     wrong = Refused if params.objects.rules.since(2, 13) else NotKnown  # torch itself checks it since then
     if not 0 <= axis < len(shape):
-        raise wrong(f"its axis {axis} is none of a tensor of {len(shape)} dimensions")
+        raise wrong(f"its axis {axis} is not one of its {len(shape)} dimensions")
     for i, what in ((1, "scales"), (2, "zero points")):
         held = params.held(i)
         if not isinstance(held, TensorValue):
-            raise NotKnown(f"{what} that are no tensor")
+            raise NotKnown(f"{what} that are not a tensor")
         if held.kind != "strided" or held.device != "cpu" or not held.is_plain or is_odd(held.dtype):
-            raise NotKnown(f"{what} that are no plain tensor")
+            raise NotKnown(f"{what} that are not a plain tensor")
         if len(held.shape) != 1:
             raise Refused(f"its {what} have {len(held.shape)} dimensions")
         if held.shape[0] != shape[axis]:
@@ -304,7 +306,7 @@ def _sparse(args: Arguments) -> TensorValue:
     args.check_count(2)
     held = args.held(0)
     if not isinstance(held, LayoutValue) or not held.name.startswith("torch.sparse_"):
-        raise Refused(f"{held.name if isinstance(held, LayoutValue) else describe(held)} is no sparse layout")
+        raise Refused(f"{held.name if isinstance(held, LayoutValue) else describe(held)} is not a sparse layout")
     data = args.tuple(1, "data")
     return _compressed(data, held.name) if held.name in _COMPRESSED else _coordinates(data)
 
@@ -328,15 +330,15 @@ def _coordinates(args: Arguments) -> TensorValue:
         raise Refused(f"it has {indices.shape[1]:,} indices, and values of the shape {values.shape}")
     dense = len(values.shape) - 1
     if len(shape) != indices.shape[0] + dense:
-        raise Refused(f"its size has {len(shape)} dimensions, and its parts {indices.shape[0] + dense}")
+        raise Refused(f"its size has {len(shape)} dimensions, but its indices and values {indices.shape[0] + dense}")
     if tuple(shape[len(shape) - dense :]) != values.shape[1:]:
-        raise Refused(f"its values have the shape {values.shape}, which its size is not")
+        raise Refused(f"its values have the shape {values.shape}, which does not match its size")
     if _checks_indices(args):
         numbers, nnz = _index_numbers(args, indices, in_place=indices.dtype == "int64"), indices.shape[1]
         rows = [numbers[i : i + nnz] for i in range(0, len(numbers), nnz)] if nnz else []
         _check_range(rows, shape)
         if is_coalesced and any(a >= b for a, b in pairwise(zip(*rows, strict=True))):
-            raise Refused("its indices are not in order, and it is said to be coalesced")
+            raise Refused("its indices are not sorted, although it is marked as coalesced")
     return TensorValue(values.dtype, tuple(shape), kind="sparse", device=values.device)
 
 
@@ -359,7 +361,7 @@ def _check_range(rows: Iterable[Sequence[int]], shape: Sequence[int]) -> None:
     """Raise Refused if an index in one of `rows` is negative, or not less than the size for this row in `shape`."""
     for row, size in zip(rows, shape, strict=False):
         if row and not 0 <= min(row) <= max(row) < size:
-            raise Refused(f"it has the indices {min(row)} to {max(row)} for {size:,} places")
+            raise Refused(f"it has the indices {min(row)} to {max(row)} for a dimension of size {size:,}")
 
 
 def _check_compressed(args: Arguments, layout: str, parts: Sequence[TensorValue], shape: list[int]) -> None:
@@ -374,14 +376,16 @@ def _check_compressed(args: Arguments, layout: str, parts: Sequence[TensorValue]
     batches, grid, rest = tuple(shape[:batch]), shape[batch : batch + 2], values.shape[batch + 1 :]
     sizes, dense = rest[:blocks] or (1, 1), tuple(shape[batch + 2 :])
     if len(sizes) != 2 or len(grid) != 2 or not all(n and not size % n for size, n in zip(grid, sizes, strict=True)):
-        raise Refused("its parts do not have the dimensions of its layout")
+        raise Refused("its indices and values do not have the dimensions of its layout")
     grid = [size // n for size, n in zip(grid, sizes, strict=True)]
     lines, places = grid if layout in ("torch.sparse_csr", "torch.sparse_bsr") else grid[::-1]
     nnz = values.shape[batch] if batch < len(values.shape) else 0
     if (compressed.shape, plain.shape) != ((*batches, lines + 1), (*batches, nnz)):
-        raise Refused(f"its indices have the shapes {compressed.shape} and {plain.shape}, which its size is not")
+        raise Refused(
+            f"its indices have the shapes {compressed.shape} and {plain.shape}, which does not match its size"
+        )
     if (values.shape[:batch], rest[blocks:]) != (batches, dense):
-        raise Refused(f"its values have the shape {values.shape}, which its size is not")
+        raise Refused(f"its values have the shape {values.shape}, which does not match its size")
     if compressed.dtype != plain.dtype:
         raise Refused(f"its indices are {compressed.dtype} and {plain.dtype}")
     starts, indices = (_index_numbers(args, part, in_place=True) for part in (compressed, plain))
@@ -391,7 +395,7 @@ def _check_compressed(args: Arguments, layout: str, parts: Sequence[TensorValue]
         runs = [(row[a:b], b - a) for a, b in pairwise(own)]
         is_sound = own[0] == 0 and own[-1] == nnz and all(0 <= n <= places for _, n in runs)
         if not is_sound or any(a >= b for run, _ in runs for a, b in pairwise(run)):
-            raise Refused("its indices are not in order")
+            raise Refused("its indices are not sorted")
 
 
 def _compressed(args: Arguments, layout: str) -> TensorValue:
@@ -402,10 +406,10 @@ def _compressed(args: Arguments, layout: str) -> TensorValue:
     args.check_count(4)
     parts = [_plain_part(args, i, what) for i, what in enumerate(("indices", "indices", "values"))]
     if len({part.device for part in parts}) > 1:
-        raise Refused("its parts are on different devices")
+        raise Refused("its indices and values are on different devices")
     shape = _sparse_shape(args, 3)
     if not all(part.shape for part in parts) or any(is_odd(part.dtype) for part in parts):
-        raise NotKnown("a sparse tensor of parts without dimensions, or of odd dtypes")
+        raise NotKnown("a sparse tensor of scalars, or of unusual dtypes")
     for part in parts[:2]:
         if part.dtype not in ("int64", "int32"):
             args.objects.copy(prod(part.shape), 8)
@@ -426,7 +430,7 @@ def _plain_part(args: Arguments, i: int, what: str) -> TensorValue:
     if is_odd(held.dtype) and held.dtype != "float4_e2m1fn_x2":
         raise NotKnown(f"a sparse tensor of {held.dtype}")
     if held.device != "cpu":
-        raise Refused("its parts are on different devices")
+        raise Refused("its indices and values are on different devices")
     return held
 
 
@@ -436,7 +440,7 @@ def _sparse_shape(args: Arguments, i: int) -> list[int]:
     if any(n < 0 for n in shape):
         raise Refused("its size has a negative number")
     if prod(max(n, 1) for n in shape) >= LIMITS.elements:
-        raise NotKnown("a sparse tensor of an absurd size")
+        raise NotKnown("a sparse tensor whose size is too large")
     return shape
 
 
@@ -450,7 +454,7 @@ def _nested(args: Arguments) -> TensorValue:
     wrong = Refused if args.objects.rules.since(2, 8) else NotKnown
     buffer = args.tensor(0, "buffer")
     if buffer.kind != "strided" or buffer.device != "cpu" or not buffer.is_plain or buffer.storage is None:
-        raise NotKnown("a nested tensor whose buffer is no plain tensor")
+        raise NotKnown("a nested tensor whose buffer is not a plain tensor")
     if len(buffer.shape) != 1:
         raise Refused(f"its buffer has {len(buffer.shape)} dimensions")
     sizes, strides, offsets = (
@@ -478,7 +482,7 @@ def _nested_part(args: Arguments, i: int, what: str, wrong: type[Refused | NotKn
     """
     held = args.tensor(i, what)
     if held.kind != "strided" or held.device != "cpu":
-        raise NotKnown(f"{what} of a nested tensor that are no plain tensor")
+        raise NotKnown(f"{what} of a nested tensor that are not a plain tensor")
     if held.dtype != "int64":
         raise wrong(f"its {what} are {held.dtype} and not int64")
     return held
@@ -495,10 +499,10 @@ def _from_cpu_tensor(args: Arguments) -> TensorValue:
     args.check_count(4)
     data = args.tensor(0, "data")
     if not args.objects.contents.are_there:
-        raise NotKnown("it needs the values of a tensor before they are there")
+        raise NotKnown("it needs the values of a tensor before they are loaded")
     dtype = data.dtype if args.items[1] is None else args.dtype(1)
     if data.kind != "strided" or data.device != "cpu" or not data.is_plain or data.requires_grad:
-        raise NotKnown("a tensor of another device whose data is no plain tensor")
+        raise NotKnown("a tensor of another device whose data is not a plain tensor")
     if dtype != data.dtype and (is_odd(dtype) or is_odd(data.dtype)):
         raise NotKnown(f"a conversion of {data.dtype} to {dtype}")
     requires_grad = args.flag(3, "requires_grad")
@@ -514,14 +518,14 @@ def _from_cpu_tensor(args: Arguments) -> TensorValue:
 def _from_numpy(args: Arguments) -> Held:
     """Raise Refused: no call that the unpickler allows builds a numpy array."""
     args.check_count(4)
-    raise Refused("it needs an array of numpy, and no call that the unpickler allows makes one")
+    raise Refused("it needs a NumPy array, which the unpickler does not allow")
 
 
 def _wrapper(args: Arguments) -> Held:
     """Raise Refused: the unpickler allows no subclass of torch.Tensor for this call."""
     args.check_count(8)
     args.global_name(0)
-    raise Refused("it needs a subclass of torch.Tensor, and the unpickler allows none that it could make")
+    raise Refused("it needs a subclass of torch.Tensor that the unpickler does not allow")
 
 
 # Parameters, and tensors with attributes
@@ -551,16 +555,16 @@ def from_type(args: Arguments) -> Held:
     name = args.global_name(0)
     make = REBUILD.get(name) if name else None
     if make is None:
-        raise NotKnown(f"a subclass made by {name or 'what is no function'}")
+        raise NotKnown(f"a subclass made by {name or 'an object that is not a function'}")
     made = make(args.tuple(2, "arguments"))
     cls = args.global_name(1)
     if cls not in ("torch.Tensor", _PARAMETER):
-        raise NotKnown(f"a tensor of the class {cls}") if cls else Refused("the class of a tensor is no class")
+        raise NotKnown(f"a tensor of the class {cls}") if cls else Refused("the class of a tensor is not a class")
     if not isinstance(made, TensorValue):
         raise AfterUnknown
     is_parameter = cls == _PARAMETER
     if made.is_parameter != is_parameter:
-        raise NotKnown("a tensor that becomes a Parameter, or the other way round")
+        raise NotKnown("a tensor that becomes a Parameter, or a Parameter that becomes a tensor")
     return with_attributes(made, args, 3)
 
 
@@ -575,13 +579,13 @@ def with_attributes(tensor: TensorValue, args: Arguments, i: int) -> TensorValue
     for part in state.items if isinstance(state, Tuple) else [state]:
         keys = args.objects.keys(part, args.now)
         if keys is None and not args.objects.is_empty(part, args.now):
-            raise Refused(f"its state must be a dict, and is {describe(args.objects.held(part))}")
+            raise Refused(f"its state must be a dict, not {describe(args.objects.held(part))}")
         for key in keys or ():
             name = args.objects.held(key)
             if not isinstance(name, str):
-                raise Refused("an attribute's name is no text")
+                raise Refused("an attribute's name is not a string")
             if name in ATTRIBUTES or name.startswith("__"):
-                raise NotKnown(f"the attribute {name[:40]!r}, which torch sets in a way of its own")
+                raise NotKnown(f"the attribute {name[:40]!r}, which torch sets in a special way")
             tensor.is_plain = False
     return tensor
 
@@ -672,7 +676,7 @@ def _elements(args: Arguments, value: Value) -> list[Value]:
         raise Refused(f"it cannot iterate over {describe(held)}")
     if held is UNKNOWN:
         raise AfterUnknown
-    raise NotKnown(f"what {describe(held)} gives when it is iterated over")
+    raise NotKnown(f"the items of {describe(held)}")
 
 
 def complex_(args: Arguments) -> Made:
@@ -683,8 +687,8 @@ def complex_(args: Arguments) -> Made:
             continue
         if not isinstance(held, _NUMBERS):
             if held is None or isinstance(held, (Tuple, Dict)):
-                raise Refused(f"it takes numbers, and gets {describe(held)}")
-            raise NotKnown(f"what it makes of {describe(held)}")
+                raise Refused(f"it takes numbers, not {describe(held)}")
+            raise NotKnown(f"a number made from {describe(held)}")
         try:
             float(held)
         except OverflowError:
@@ -699,8 +703,8 @@ def encode(args: Arguments) -> Made:
     encoding = args.held(1) if n > 1 else "utf-8"
     if n > 2 or not isinstance(held, (str, Blob)) or not isinstance(encoding, str):
         if n == 2 and isinstance(held, (*_NUMBERS, type(None))) and encoding in _LATIN_1:
-            raise Refused(f"it takes a text, and gets {describe(held)}")
-        raise NotKnown("an encoding in a way that torch.save does not write")
+            raise Refused(f"it takes a text, not {describe(held)}")
+        raise NotKnown("an encoding as torch.save does not write it")
     _check_encodable(args, held, encoding.lower())
     return BYTES
 
@@ -719,7 +723,7 @@ def _check_encodable(args: Arguments, text: str | Blob, encoding: str) -> None:
         except UnicodeEncodeError:
             fits = False
     if not fits:
-        raise Refused(f"a text has characters that {encoding} has not")
+        raise Refused(f"a text has characters that {encoding} cannot encode")
 
 
 def bytearray_(args: Arguments) -> Made:
@@ -729,10 +733,10 @@ def bytearray_(args: Arguments) -> Made:
     if n > 1:
         encoding = args.held(1)
         if n > 2 or not isinstance(held, (str, Blob)) or not isinstance(encoding, str):
-            raise NotKnown("a bytearray in a way that pickle does not write")
+            raise NotKnown("a bytearray as pickle does not write it")
         _check_encodable(args, held, encoding.lower())
     elif isinstance(held, (str, Blob, float)) or held is None:
-        raise Refused(f"it takes bytes, and gets {describe(held)}")
+        raise Refused(f"it takes bytes, not {describe(held)}")
     elif isinstance(held, int):
         if held < 0:
             raise Refused("its length is negative")
@@ -743,7 +747,7 @@ def bytearray_(args: Arguments) -> Made:
         for item in _elements(args, args.items[0]):
             held = args.objects.held(item)
             if not isinstance(held, int):
-                raise NotKnown(f"what a bytearray makes of {describe(held)}")
+                raise NotKnown(f"a bytearray made from {describe(held)}")
             if not 0 <= held < 256:
                 raise Refused("a byte must be in range(0, 256)")
     return BYTEARRAY
@@ -758,7 +762,7 @@ def size(args: Arguments) -> Made:
         held = args.objects.held(item)
         if not isinstance(held, int):
             if isinstance(held, (float, str, Tuple)) or held is None:
-                raise Refused(f"it takes integers, and gets {describe(held)}")
+                raise Refused(f"it takes integers, not {describe(held)}")
             raise NotKnown(f"a size that is {describe(held)}")
         sizes.append(int(held))
     return SizeValue(sizes)
@@ -771,9 +775,9 @@ def device(args: Arguments) -> Made:
     if n == 1 and held is DEVICE:
         return DEVICE
     if n == 1 and type(held) is int:
-        raise NotKnown("a device that is a number means the accelerator of the machine")
+        raise NotKnown("a device given as a number, which depends on the machine")
     if not isinstance(held, str):
-        raise Refused(f"it takes a text, and gets {describe(held)}") if held is None else NotKnown("a device")
+        raise Refused(f"it takes a text, not {describe(held)}") if held is None else NotKnown("a device")
     found = _DEVICE.fullmatch(held)
     if found is None or found[1] not in DEVICE_TYPES:
         raise Refused(f"torch knows no device {held[:40]!r}")

@@ -132,7 +132,7 @@ def _build(target: Object, held: Held, effect: Effect, objects: Objects) -> None
     elif held is COUNTER:
         if not objects.is_empty(state, effect.order):
             if isinstance(state, Tuple) and len(state.items) == 2:
-                raise NotKnown("the state of a Counter that has slots")
+                raise NotKnown("the slots of a Counter")
             _check_attributes(state, objects, effect.order)
     elif isinstance(held, Made) and held.cls in _BARE:
         if not objects.is_empty(state, effect.order):
@@ -161,12 +161,12 @@ def _with_state(tensor: TensorValue, state: Value, objects: Objects, now: int | 
     Raises Refused or NotKnown for other states.
     """
     if not isinstance(state, Tuple):
-        raise NotKnown("the state of a tensor, which is no tuple")
+        raise NotKnown("the state of a tensor that is not a tuple")
     args = Arguments(state.items, objects, now)
     if not tensor.is_parameter:
         return set_view(tensor, args)
     if not tensor.is_plain or len(state.items) in (4, 5):
-        raise NotKnown("the state of a Parameter in the way of torch before 0.4")
+        raise NotKnown("the state of a Parameter from torch before 0.4")
     if len(state.items) != 3:
         raise Refused(f"the state of a Parameter has {len(state.items)} parts")
     requires_grad = args.flag(0, "requires_grad")
@@ -207,7 +207,7 @@ _MADE_AS_CALLED = ("torch.nn.parameter.Parameter", "torch.Tensor", "torch.Size",
 _STORAGES = ("torch.storage.TypedStorage", "torch.storage.UntypedStorage")
 _IN_ROWS = {"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"}  # depend only on their arguments
 _MORE_STEPS = 100_000  # allowed for a file of any size
-_NO_UTF8 = "a byte string of Python 2 that is no UTF-8"
+_NO_UTF8 = "a byte string of Python 2 that is not UTF-8"
 _LONG = "an integer of more than 255 bytes"
 _STEPS = 8  # of work for the value of a call
 _LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer has a sign
@@ -256,7 +256,7 @@ def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[s
     yield from ((each.text, each.node) for each in found if each.known == "refused")
     for value in graph.discarded:
         if isinstance(value, Node):
-            yield "a call whose result is thrown away", value
+            yield "a call whose result is discarded", value
 
 
 def may_have_obstacles(graph: Graph) -> bool:
@@ -283,7 +283,7 @@ def can_be_made_loadable(graph: Graph) -> bool:
 def _spelling(node: Node) -> Iterator[str]:
     """Yield the reasons why `node` cannot be written with the opcodes of the unpickler. There may be none."""
     if isinstance(node, Call) and node.kind not in ("REDUCE", "NEWOBJ"):
-        yield "an object made in a way that only pickle knows"
+        yield "an object created by an opcode that torch does not support"
     elif isinstance(node, FrozenSet):
         yield "a frozenset"
     elif isinstance(node, Extension):
@@ -334,7 +334,7 @@ class _Run:
                 continue
             self.has_foreign = True
             if self.objects.rules.add(name):
-                yield Reason("not known", f"what {name} makes", node)
+                yield Reason("not known", f"the result of {name}", node)
             else:
                 yield Reason("refused", str(node), node, needed_import(name))
 
@@ -356,7 +356,7 @@ class _Run:
         for target, effect in effects[done:]:
             self.effect(target, effect)
         if self.is_unknown and not self.found and not self.has_foreign:
-            self.found.append(Reason("not known", "what a global or a persistent id stands for"))
+            self.found.append(Reason("not known", "an object that a global or a persistent id names"))
         return self.found
 
     def each(self, calls: list[Call]) -> Iterator[Call]:
@@ -414,7 +414,7 @@ class _Run:
     def value_of(self, call: Call) -> Held:
         """Return the value of `call`. Raise Refused or NotKnown if it has none."""
         if self.depth > LIMITS.nested_calls:
-            raise NotKnown("calls in calls too deep")
+            raise NotKnown("calls that are nested too deeply")
         known = self.callables.get(id(call.callable))
         if known is None:
             known = self.callables[id(call.callable)] = self.look_up(call.callable)
@@ -425,7 +425,7 @@ class _Run:
         if call.kind == "NEWOBJ" and not (name in _MADE_AS_CALLED or name.endswith("Tensor")):
             maker = None
         if maker is None:
-            raise NotKnown("a storage that is made anew") if name in _STORAGES else Refused("it cannot be called")
+            raise NotKnown("a new storage") if name in _STORAGES else Refused("it cannot be called")
         return maker(args)
 
     def look_up(self, function: Value) -> tuple[str, Maker | None]:
@@ -443,7 +443,7 @@ class _Run:
         if not self.objects.rules.allow(name):  # the global has its own reason
             raise AfterUnknown
         if name.startswith("torch.cuda.") and name.endswith("Tensor"):
-            raise NotKnown(f"{name} makes a tensor of a GPU, which only a machine with one can do")
+            raise NotKnown(f"{name} creates a tensor on a GPU, which needs a machine with one")
         return name, MAKERS.get(name)
 
     def arguments(self, call: Call) -> Arguments:
@@ -453,7 +453,7 @@ class _Run:
         held = self.objects.held(call.args)
         if isinstance(held, SizeValue):
             return Arguments([*held.sizes], self.objects, call.order)
-        raise AfterUnknown if held is UNKNOWN else NotKnown("a call whose arguments are no tuple")
+        raise AfterUnknown if held is UNKNOWN else NotKnown("a call whose arguments are not a tuple")
 
     def effect(self, target: Object, effect: Effect) -> None:
         """Apply `effect` to `target`. Record a reason if this is refused or not modelled."""

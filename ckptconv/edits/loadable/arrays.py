@@ -137,7 +137,7 @@ class NumpyDType:
         try:
             text = data.decode("utf-32-be" if self.order == ">" else "utf-32-le", "surrogatepass")
         except UnicodeDecodeError:
-            raise NotPlain("a text in it is no Unicode") from None
+            raise NotPlain("it contains text that is not valid Unicode") from None
         return text.rstrip("\0")
 
     def _count(self, data: bytes) -> int | None:
@@ -160,7 +160,7 @@ class NumpyDType:
             microseconds, spec = _TIMES["us" if digits else self.unit]
             moment = datetime(1970, 1, 1) + timedelta(microseconds=whole * microseconds)
         except (OverflowError, ValueError, KeyError):
-            raise NotPlain(f"a time in it, in the unit {self.unit or 'none'}, has no ISO text") from None
+            raise NotPlain(f"a time in it, in the unit {self.unit or 'none'}, cannot be written in ISO form") from None
         if spec == "days":
             return moment.date().isoformat()
         return moment.isoformat(timespec=spec) + (f"{rest:0{digits}}" if digits else "")
@@ -171,7 +171,7 @@ class NumpyDType:
         if count is None:
             return "NaT"
         if self.unit not in _TIMES and self.unit not in _FINER:
-            raise NotPlain(f"a span of time in it, in the unit {self.unit or 'none'}, has no ISO text")
+            raise NotPlain(f"a span of time in it, in the unit {self.unit or 'none'}, cannot be written in ISO form")
         sign = "-" if count < 0 else ""
         if self.unit in ("D", "h", "m"):
             return f"{sign}P{'' if self.unit == 'D' else 'T'}{abs(count)}{self.unit.upper()}"
@@ -192,7 +192,7 @@ def _long_double(data: bytes) -> float:
     if is_x86 and not mantissa and not exponent:
         return 0.0 * sign
     if not is_x86 or not mantissa >> 63 or exponent == 0x7FFF:
-        raise NotPlain("a long double in it may be no float")
+        raise NotPlain("it contains a long double that a float may not represent exactly")
     shift = exponent - 16383 - 63
     zeros = (mantissa & -mantissa).bit_length() - 1
     try:
@@ -200,7 +200,7 @@ def _long_double(data: bytes) -> float:
     except OverflowError:
         number = 0.0
     if (mantissa >> zeros).bit_length() > 53 or not number or number == float("inf"):
-        raise NotPlain("a long double in it is no float")
+        raise NotPlain("it contains a long double that a float cannot represent exactly")
     return sign * number
 
 
@@ -211,21 +211,21 @@ def numpy_dtype(value: Value, depth: int = 8) -> NumpyDType:
     """
     made = pickled(value) if isinstance(value, Call) else None
     if made is None or made.cls != "numpy.dtype" or not made.args or len(made.states) != 1 or not depth:
-        raise NotPlain("its dtype is not said as numpy says one")
+        raise NotPlain("its dtype is not in the form that NumPy writes")
     name, state = text_of(made.args[0]), made.states[0]
     found = _NAME.fullmatch(name) if name else None
     if found is None or not isinstance(state, Tuple) or len(state.items) not in (8, 9):
-        raise NotPlain(f"its dtype is {name or 'none of numpy itself'}")
+        raise NotPlain(f"its dtype is {name or 'not one of NumPy'}")
     kind, said = ("b", 1) if found[3] else (found[1], int(found[2] or 0))
     order = _word(state.items[1])
     inner, names, fields, size = state.items[2:6]
     if kind == "U":
         said *= 4
     if (kind in "SUV" and size not in (-1, said)) or (kind in "Mm" and said != _TIME_BYTES):
-        raise NotPlain("its dtype says two sizes")
+        raise NotPlain("its dtype has two different sizes")
     dtype = NumpyDType(kind, said, order)
     if order not in ("<", ">") and not (order == "|" and (kind in "OSV" or said == 1)):
-        raise NotPlain("its dtype says no byte order")
+        raise NotPlain("its dtype has no byte order")
     if kind in "Mm":
         return NumpyDType(kind, said, order, _unit(state.items[8:]))
     if inner is not None or names is not None or fields is not None:
@@ -244,7 +244,7 @@ def _unit(metadata: list[Value]) -> str:
     parts = metadata[0].items if metadata and isinstance(metadata[0], Tuple) else []
     unit = parts[1].items if len(parts) == 2 and isinstance(parts[1], Tuple) else []
     if len(unit) != 4 or [number for number in unit[1:3] if number != 1]:
-        raise NotPlain("its unit of time is not said as numpy says one")
+        raise NotPlain("its unit of time is a multiple, or not valid")
     return _word(unit[0])
 
 
@@ -254,20 +254,20 @@ def _structured(dtype: NumpyDType, inner: Value, names: Value, fields: Value, de
     The other arguments are the items of its state. `depth` is as in :func:`numpy_dtype`.
     """
     if dtype.kind != "V" or inner is not None or not isinstance(names, Tuple) or not isinstance(fields, Dict):
-        raise NotPlain("an element of it is an array")
+        raise NotPlain("its elements are arrays")
     known = strings_of(fields)
     found = []
     for value in names.items:
         name = text_of(value)
         parts = known.get(name) if name is not None else None
         if name is None or not isinstance(parts, Tuple) or len(parts.items) < 2:
-            raise NotPlain("its dtype has a field that is not said")
+            raise NotPlain("its dtype has a field without a definition")
         field, offset = numpy_dtype(parts.items[0], depth - 1), count_of(parts.items[1])
         if field.kind == "O" or offset + field.itemsize > dtype.itemsize:
-            raise NotPlain("its dtype has a field that is not in it")
+            raise NotPlain("its dtype has a field of objects, or one outside its bytes")
         found.append((name, field, offset))
     if len({name for name, _, _ in found}) != len(found) or not found:
-        raise NotPlain("its dtype has two fields of one name")
+        raise NotPlain("its dtype has no fields, or two with the same name")
     return NumpyDType("V", dtype.itemsize, dtype.order, fields=tuple(found))
 
 
@@ -308,14 +308,14 @@ class _Array:
         else:
             cls = made.args[0] if made.args else None
             if not isinstance(cls, Global) or imported_name(cls, 2) not in _ARRAYS:
-                raise NotPlain("it is an array of a class of its own")
+                raise NotPlain("it is an instance of a subclass of ndarray")
             state = made.states[0] if len(made.states) == 1 else None
             if not isinstance(state, Tuple) or len(state.items) != 5:
-                raise NotPlain("its state is not one of numpy's arrays")
+                raise NotPlain("its state is not in the form that NumPy writes")
             _, shape, dtype, fortran, self.data = state.items
             order, axes, states = ("F" if fortran else "C"), None, []
         if states or made.items or made.elements or not isinstance(shape, Tuple):
-            raise NotPlain("it is not said as numpy says an array")
+            raise NotPlain("it is not in the form that NumPy writes")
         self.shape = tuple(count_of(size) for size in shape.items)
         if len(self.shape) > LIMITS.rank:
             raise NotPlain(f"it has more than {LIMITS.rank} dimensions")
@@ -341,7 +341,7 @@ def _transposed(shape: tuple[int, ...], axes: Value) -> tuple[tuple[int, ...], t
     """
     order = [count_of(axis) for axis in axes.items] if isinstance(axes, Tuple) else []
     if sorted(order) != [*range(len(shape))]:
-        raise NotPlain("the order of its axes is none")
+        raise NotPlain("the order of its axes is not valid")
     strides = row_major(shape)
     return tuple(shape[axis] for axis in order), tuple(strides[axis] for axis in order)
 
@@ -354,7 +354,7 @@ def scalar(made: Pickled) -> Value:
         return value
     data = bytes_of(value)
     if data is None or len(data) != read.itemsize:
-        raise NotPlain("it has not as many bytes as its dtype says")
+        raise NotPlain("its number of bytes does not match its dtype")
     return read.reader()(data)
 
 
@@ -405,7 +405,7 @@ class Arrays:
             return self._objects(array)
         data = data_of(array.data, self._blobs)
         if data.length != array.numel * dtype.itemsize:
-            raise NotPlain("it has not as many bytes as its shape and dtype say")
+            raise NotPlain("its number of bytes does not match its shape and dtype")
         if dtype.torch and id(made.call) not in self.in_states:
             return self._tensor(array, dtype.torch, data)
         self._spend(data.length, values=array.numel + prod(array.shape[:-1]))
@@ -427,10 +427,13 @@ class Arrays:
             )
 
     def _objects(self, array: _Array) -> Value:
-        """Return nested lists of the elements of an array of objects. Pickles store them in row-major order."""
+        """Return nested lists of the elements of an array of objects. Pickles store them in row-major order.
+
+        Raises NotPlain if their number does not match the shape.
+        """
         items = [*array.data.elements()] if isinstance(array.data, List) else []
         if len(items) != array.numel:
-            raise NotPlain("it holds not as many objects as its shape says")
+            raise NotPlain("its number of objects does not match its shape")
         self._spend(0, values=prod(array.shape[:-1]))
         array.strides = row_major(array.shape)
         return _nested(array, items.__getitem__)

@@ -29,7 +29,7 @@ from ckptconv.edits.loadable.table import (
     frozen_set,
 )
 from ckptconv.edits.selection import holder_of
-from ckptconv.errors import RefusedError, count, some
+from ckptconv.errors import RefusedError, at_path, count, some
 from ckptconv.hints import Message, Option, Placeholder, command, joined, option
 from ckptconv.pickles.graph import (
     SET_CLASSES,
@@ -237,7 +237,10 @@ class _Making:
         )
 
     def _replace_in(self, node: Object) -> None:
-        """Replace the arguments of `node` and the values of its effects by their plain forms."""
+        """Replace the arguments of `node` and the values of its effects by their plain forms.
+
+        Keys and members that cannot be replaced are added to ``troubles``.
+        """
         if isinstance(node, Call):
             members = members_of(node) if is_global(node.callable, *SET_CLASSES) else None
             if members:
@@ -269,9 +272,9 @@ class _Making:
             return
         for before, after in zip(old, new, strict=True):
             if before is not after and isinstance(after, (Dict, List, Set)):
-                self.troubles.append((f"a mapping or set in which a {_kind(after)} would be one of the {what}", holder))
+                self.troubles.append((f"a mapping or set would get a {_kind(after)} as one of its {what}", holder))
         if len({_hashable(key, self.plain) for key in new}) < len({_hashable(key, lambda part: part) for key in old}):
-            self.troubles.append((f"a mapping or set of which two {what} would become one", holder))
+            self.troubles.append((f"two {what} of a mapping or set would become equal", holder))
 
     def _note_states(self, node: Node) -> None:
         """Record the arrays in `node`, if it is the state of a numpy random generator.
@@ -384,7 +387,7 @@ def refusal(
     return RefusedError(
         f"{count(len(stands), 'object')} cannot be converted to plain data",
         where=checkpoint.source.path,
-        got=some([f"{why[id(place.node)]} at {place.path}" for place in stands], _SHOWN),
+        got=some([why[id(place.node)] + at_path(place.path) for place in stands], _SHOWN),
         hint=joined(*hints) if any(hints) else None,
     )
 

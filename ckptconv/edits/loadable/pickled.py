@@ -63,11 +63,11 @@ class Pickled:
                 if part is None:
                     continue
                 if not isinstance(part, Dict):
-                    raise NotPlain("its state is no dict")
+                    raise NotPlain("its state is not a dict")
                 for key, value in part.entries():
                     name = text_of(key)
                     if name is None:
-                        raise NotPlain("a name in its state is no text")
+                        raise NotPlain("its state has a name that is not a string")
                     found[name] = value
         return found
 
@@ -103,14 +103,14 @@ def texts_of(values: list[Value]) -> list[str]:
     """Return `values` as strings. Raise NotPlain if a value is not a text."""
     texts = [text for value in values if (text := text_of(value)) is not None]
     if len(texts) != len(values):
-        raise NotPlain("it is made of what is no text")
+        raise NotPlain("it is not created from strings")
     return texts
 
 
 def count_of(value: Value, most: int = LIMITS.elements) -> int:
     """Return `value`. Raise NotPlain if it is not an integer of at least 0 and less than `most`."""
     if type(value) is not int or not 0 <= value < most:
-        raise NotPlain("a size in it is no number of elements")
+        raise NotPlain("it has a size that is not a number of elements")
     return value
 
 
@@ -122,7 +122,7 @@ def data_of(value: Value, blobs: Readable) -> ByteRange:
     try:
         found = bytes_in(value, blobs)
     except MalformedError:
-        raise NotPlain("its bytes are not said as bytes") from None
+        raise NotPlain("its bytes are not a valid byte string") from None
     if found is None:
-        raise NotPlain("its bytes are not there")
+        raise NotPlain("its bytes are missing")
     return ByteRange(*found)

@@ -3,6 +3,8 @@
 Objects of other classes are not converted. Members of an Enum and states of dataclasses cannot be told from other
 objects in a pickle. ``docs/loadable.md`` contains the same table; a test compares them.
 
+Each function takes an object and returns its plain form, or raises NotPlain.
+
 Source: ``__reduce__`` and ``_getstate`` of ``pathlib`` and ``datetime`` (``Lib/_pydatetime.py``) of CPython.
 """
 
@@ -32,7 +34,7 @@ _UTC = ("pytz._UTC", "dateutil.tz.tz.tzutc")
 def _namespace(made: Pickled) -> Dict:
     """Return a dict of the attributes of an object that has nothing else."""
     if made.args or made.items or made.elements:
-        raise NotPlain("it has more than attributes")
+        raise NotPlain("it has data other than attributes")
     return set_items(Dict(), [value for item in made.attributes().items() for value in item])
 
 
@@ -42,15 +44,15 @@ def _mapping(made: Pickled) -> Dict:
     args = made.args[1:] if made.cls == _WITH_FACTORY else made.args
     if args and not made.is_new:  # dict.__new__ ignores its arguments
         if len(args) > 1 or not isinstance(args[0], Dict):
-            raise NotPlain("it is made of what is no dict")
+            raise NotPlain("it is not created from a dict")
         items = [value for item in args[0].entries() for value in item] + items
     if made.elements:
-        raise NotPlain("it is a mapping and a list")
+        raise NotPlain("it is both a mapping and a list")
     if [state for state in made.states if state is not made.call]:  # a mapping can be its own attributes
         known = {key: value for key, value in zip(items[::2], items[1::2], strict=True) if isinstance(key, str)}
         for name, value in made.attributes().items():
             if name not in _OWN and not (name in known and _is_same(known[name], value)):
-                raise NotPlain(f"its attribute {name} is no item of it")
+                raise NotPlain(f"its attribute {name} is not one of its items")
     return set_items(Dict(), items)
 
 
@@ -66,7 +68,7 @@ def _config(attribute: str, made: Pickled) -> Value:
     """
     attributes = made.attributes()
     if made.args or made.items or made.elements or attribute not in attributes:
-        raise NotPlain("it is none of OmegaConf 2")
+        raise NotPlain("it is not in the form of OmegaConf 2")
     return attributes[attribute]
 
 
@@ -75,7 +77,7 @@ def _queue(made: Pickled) -> List:
     first = made.args[0] if made.args else None
     members = members_of(first) if first is not None else []
     if members is None or len(made.args) > 2 or made.items or made.attributes():
-        raise NotPlain("it is not said as Python says a deque")
+        raise NotPlain("it is not in the form that Python writes")
     return list_of([*members, *made.elements])
 
 
@@ -83,7 +85,7 @@ def _random_state(made: Pickled) -> Dict:
     """Return the state dict of a RandomState, which includes the state of its bit generator."""
     state = made.states[0] if len(made.states) == 1 else None
     if not isinstance(state, Dict) or made.items or made.elements:
-        raise NotPlain("its state is not said as numpy says one")
+        raise NotPlain("its state is not in the form that NumPy writes")
     return state
 
 
@@ -99,7 +101,7 @@ def _frozen_set(made: Pickled) -> Set:
     """Return a set of the members of a frozenset that is the result of a call, as before protocol 4."""
     members = members_of(made.call)
     if members is None:
-        raise NotPlain("it is made of what is no sequence")
+        raise NotPlain("it is not created from a sequence")
     return frozen_set(members)
 
 
@@ -107,7 +109,7 @@ def _bytes(made: Pickled) -> bytes:
     """Return the empty bytes object that the call of Python 2's protocol creates."""
     data = bytes_of(made.call)
     if data is None:
-        raise NotPlain("it is not said as Python 2's protocol says no bytes")
+        raise NotPlain("it is not in the form that protocol 2 uses for empty bytes")
     return data
 
 
@@ -130,7 +132,7 @@ def described(made: Pickled) -> Dict:
     if made.elements:
         items += ("__elements__", list_of(made.elements))
     if not _WORDS.isdisjoint(attributes):
-        raise NotPlain("an attribute is called as what says its class")
+        raise NotPlain("an attribute has a reserved name, such as __class__")
     return set_items(Dict(), [*items, *(value for item in attributes.items() for value in item)])
 
 
@@ -147,7 +149,7 @@ def _path(made: Pickled) -> str:
 def _version(made: Pickled) -> str:
     """Return the text of a TorchVersion."""
     if len(made.args) != 1 or made.attributes():
-        raise NotPlain("it is more than a text")
+        raise NotPlain("it has data other than its text")
     return texts_of(made.args)[0]
 
 
@@ -156,7 +158,7 @@ def _iso(made: Pickled, make: Callable[[Pickled], datetime.date | datetime.time 
     try:
         return make(made).isoformat()
     except (ValueError, OverflowError):  # also for the second time within one hour (fold)
-        raise NotPlain("there is no such date or time, or ISO has no text for it") from None
+        raise NotPlain("it is not a valid date or time, or has no ISO form") from None
 
 
 def _date(made: Pickled) -> datetime.date:
@@ -193,11 +195,11 @@ def _span(made: Pickled) -> datetime.timedelta:
     _check_bare(made)
     parts = made.args
     if len(parts) != 3 or not all(type(part) is int and abs(part) < 1 << 50 for part in parts):
-        raise NotPlain("it is not said in days, seconds and microseconds")
+        raise NotPlain("it is not given in days, seconds and microseconds")
     try:
         return datetime.timedelta(*parts)  # type: ignore[arg-type]  # three integers: checked above
     except OverflowError:
-        raise NotPlain("Python has no such span of time") from None
+        raise NotPlain("it is too long for a timedelta") from None
 
 
 def _state(made: Pickled, length: int) -> bytes:
@@ -205,7 +207,7 @@ def _state(made: Pickled, length: int) -> bytes:
     _check_bare(made)
     data = bytes_of(made.args[0]) if made.args else None
     if data is None or len(data) != length or len(made.args) > 2:
-        raise NotPlain(f"it is not said in {length} bytes")
+        raise NotPlain(f"its value does not have {length} bytes")
     return data
 
 
@@ -227,13 +229,13 @@ def _zone(made: Pickled) -> datetime.tzinfo | None:
                 return datetime.timezone(_span(offset))
             except ValueError:
                 pass
-    raise NotPlain("its time zone is no offset from UTC alone")
+    raise NotPlain("its time zone is not a plain offset from UTC")
 
 
 def _check_bare(made: Pickled) -> None:
     """Raise NotPlain if the pickle changes the object after its creation."""
     if made.states or made.items or made.elements:
-        raise NotPlain("something is done to it after it is made")
+        raise NotPlain("it is changed after it is created")
 
 
 # The table
@@ -271,16 +273,16 @@ _PATHS = ("PurePosixPath", "PosixPath", "PureWindowsPath", "WindowsPath", "PureP
 
 FROZEN_SET = Row(
     "frozenset", ("builtins.frozenset",), _frozen_set, "set",
-    "its members; a set is no key, so a frozenset that is one is refused", "{x}, or frozenset({x})",
+    "its members; a frozenset that is a key is refused, because a set cannot be one", "{x}, or frozenset({x})",
 )  # a table  # fmt: skip
 NUMPY_TYPE = Row(
     "numpy type", (), None, "text",
-    "its name, of which `numpy.dtype` makes the same", "numpy.dtype({x}).type",
+    "its name, for `numpy.dtype(name)`", "numpy.dtype({x}).type",
 )  # a table  # fmt: skip
 #: All other classes, if ``loadable_objects`` is set.
 OTHER = Row(
-    "any other object, if asked for", (), None, "dict",
-    "its class by name, which is not looked for, and its attributes", "{x}[{key!r}]",
+    "any other object, with `--loadable-objects`", (), None, "dict",
+    "the name of its class, and its attributes", "{x}[{key!r}]",
 )  # a table  # fmt: skip
 
 ROWS: tuple[Row, ...] = (
@@ -293,16 +295,16 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "numpy scalar", SCALAR, scalar, "number, text or bytes",
-        "the Python number of the same value; a long double only where a float is that", "{x}",
+        "the Python number of the same value; a long double only if a float is equal to it", "{x}",
     ),
     Row(
         "numpy.dtype", ("numpy.dtype",), lambda made: numpy_dtype(made.call).text, "text",
-        "its name, of which `numpy.dtype` makes the same", "numpy.dtype({x})",
+        "its name, for `numpy.dtype(name)`", "numpy.dtype({x})",
     ),
     Row(
         "numpy.random.RandomState", ("numpy.random._pickle.__randomstate_ctor",),
         _random_state, "dict",
-        "its state, of which it draws the same numbers", "RandomState().set_state({x})",
+        "its state, which gives the same random numbers", "RandomState().set_state({x})",
     ),
     *(
         Row(
@@ -313,7 +315,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "collections.defaultdict", ("collections.defaultdict",), _mapping, "dict",
-        "its items, in their order; what makes missing ones is code", "{x}[{key!r}], or defaultdict(..., {x})",
+        "its items, in their order, without the default factory", "{x}[{key!r}], or defaultdict(..., {x})",
     ),
     Row(
         "dict with attributes",
@@ -331,22 +333,22 @@ ROWS: tuple[Row, ...] = (
         "OmegaConf container",
         ("omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig", "omegaconf.base.UnionNode"),
         partial(_config, "_content"), "dict or list",
-        "what it holds; types and flags are OmegaConf's own", "{x}[{key!r}], or OmegaConf.create({x})",
+        "its content, without the types and flags of OmegaConf", "{x}[{key!r}], or OmegaConf.create({x})",
     ),
     Row(
         "OmegaConf interpolation", tuple(f"omegaconf.nodes.{name}Node" for name in _CONFIG_NODES),
         partial(_config, "_val"), "text",
-        "the value that a node holds; an interpolation is not resolved", "OmegaConf.create(...) resolves it",
+        "the value of a node; an interpolation is not resolved", "OmegaConf.create(...) resolves it",
         is_listed=lambda value: isinstance(value, str) and "${" in value,
     ),
     Row(
         "collections.deque", ("collections.deque",), _queue, "list",
-        "what it holds, in its order; its greatest length is lost", "{x}, or deque({x}, maxlen=...)",
+        "its elements, in their order, without its maximum length", "{x}, or deque({x}, maxlen=...)",
     ),
     FROZEN_SET,
     Row(
         "bytes", ("builtins.bytes",), _bytes, "bytes",
-        "the same; protocol 2 says by a call that there are none", "{x}",
+        "the same; protocol 2 writes empty bytes as a call", "{x}",
         is_listed=lambda _: False,
     ),
     Row(
@@ -355,7 +357,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "torch.torch_version.TorchVersion", ("torch.torch_version.TorchVersion",),
-        _version, "text", "the text that it is", "{x}, or TorchVersion({x})",
+        _version, "text", "its text", "{x}, or TorchVersion({x})",
     ),
     Row(
         "datetime.datetime", ("datetime.datetime",), partial(_iso, make=_moment), "ISO text",

@@ -104,7 +104,7 @@ class ChunkFiles:
         if unknown or graph.extensions:
             kind = DangerousError if any(map(is_dangerous, unknown)) else UnsupportedError
             raise kind(
-                "the file of a chunk names classes that no tensor needs",
+                "the file of a chunk contains classes that no tensor needs",
                 where=f"{window.path} at byte {window.offset:,}",
                 got=some([str(node) for node in unknown] or ["an extension code"]),
                 hint="do not load it unless you trust who made it",

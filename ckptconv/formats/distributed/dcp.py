@@ -124,14 +124,13 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
         return _Reader(folder, metadata, read_file, megatron.files_in(folder.folder, names)).checkpoint()
     if any(map(_OWN_METADATA.fullmatch, names)):
         raise UnsupportedError(
-            "each process of the run wrote metadata of its own (use_collectives=False), so nothing says what the"
-            " whole is",
+            "each process of the run wrote its own metadata (use_collectives=False), so the whole is not described",
             where=folder.path,
             hint="load it in a run of as many processes, and save it again with use_collectives",
         )
     raise MalformedError(
-        f"a checkpoint of torch.distributed.checkpoint without {METADATA}, which is written last: it was not saved to"
-        " its end, or not copied whole",
+        f"a checkpoint of torch.distributed.checkpoint without {METADATA}, which is written last: the save or the"
+        " copy is incomplete",
         where=folder.path,
         hint=_COPY,
     )
@@ -198,14 +197,13 @@ class _Reader:
         checkpoint = self.merger.checkpoint(NAME, nest.value(), container)
         container.devices.update((key, storage.device) for key, storage in checkpoint.storages.items())
         checkpoint.unused += (
-            LeftBehind(name, place.length, f"{METADATA} describes no such part")
+            LeftBehind(name, place.length, f"{METADATA} does not describe such a part")
             for (name, _), place in self.left.items()
         )
         checkpoint.unused += self.empty
         if nest.holes:
             checkpoint.notes.append(
-                f"{counted(nest.holes, 'place')} in lists with nothing saved for them (an empty dict or list): None"
-                " stands there"
+                f"{counted(nest.holes, 'list element')} without a saved value (an empty dict or list): None is used"
             )
         if self.of_megatron:
             value = common.value if isinstance(common, _Leaf) else None
@@ -254,7 +252,7 @@ class _Reader:
             end = max(end, stop)
         source = self.folder.open(name)
         if source.size > covered:
-            self.empty.append(LeftBehind(name, source.size - covered, "nothing is stored in that much of it"))
+            self.empty.append(LeftBehind(name, source.size - covered, "nothing is stored there"))
         if source.size < end:
             raise MalformedError(
                 f"the file was truncated: {counted(end - source.size, 'byte')} missing",
@@ -283,7 +281,7 @@ class _Reader:
                 got=None if offsets is None else f"the chunk at {offsets}",
             )
         if place.file in self.gone:
-            raise _Reported("its file is not there, or not whole")
+            raise _Reported("its file is missing or incomplete")
         return SliceSource(self.folder.open(place.file), place.offset, place.length)
 
     def object(self, name: str) -> Value:
@@ -321,7 +319,7 @@ class _Reader:
                 raise UnsupportedError(
                     f"some chunks of {name!r} are still to be conjugated or negated, and others are not",
                     where=self.where,
-                    hint="save it again, of tensors that were resolved: tensor.resolve_conj().resolve_neg()",
+                    hint="save it again with resolved tensors: tensor.resolve_conj().resolve_neg()",
                 )
             put_off = info.conj, info.neg
         if not is_whole:
@@ -343,14 +341,14 @@ class _Reader:
         info, of = file.info, file.data
         if info is None or of is None or info.kind != "strided":
             raise UnsupportedError(
-                f"a chunk of {name!r} is no plain tensor",
+                f"a chunk of {name!r} is not a plain tensor",
                 where=_where(window),
                 got=info.kind if info else None,
                 hint="load it with the framework that wrote it, and save plain tensors",
             )
         if (info.dtype, info.shape) != (item.dtype.name, chunk.sizes):
             raise MalformedError(
-                f"a chunk of {name!r} is not what {METADATA} says",
+                f"a chunk of {name!r} does not match {METADATA}",
                 where=_where(window),
                 expected=f"{item.dtype.name} of shape {chunk.sizes}",
                 got=f"{info.dtype} of shape {info.shape}",
@@ -358,7 +356,7 @@ class _Reader:
         fills_storage = info.storage and info.storage.nbytes == info.nbytes and info.offset == 0 and is_apart(info)
         if not isinstance(of, ByteRange) or not fills_storage or not file.is_little_endian:
             raise UnsupportedError(
-                f"a chunk of {name!r} is stored in a way that torch.distributed.checkpoint does not have",
+                f"a chunk of {name!r} is stored in a way that torch.distributed.checkpoint does not use",
                 where=_where(window),
                 expected="all of a storage, little-endian and not compressed",
             )
@@ -424,9 +422,7 @@ class _Nest:
         for key, following in zip_longest(path, path[1:]):
             is_free = isinstance(at, _Branch) and isinstance(key, at.kind) and (following is not None or key not in at)
             if not isinstance(at, _Branch) or not is_free:
-                raise MalformedError(
-                    f"{name!r} and another item cannot both stand where planner_data puts them", where=self.where
-                )
+                raise MalformedError(f"{name!r} and another item have the same path in planner_data", where=self.where)
             if key not in at:
                 self.put(at, key, _Leaf(name) if following is None else _Branch(type(following)), name)
             at = at[key]
@@ -440,7 +436,7 @@ class _Nest:
             self.holes += max(key + 1 - at.length, 0) - 1
             if self.holes > LIMITS.list_holes:
                 raise MalformedError(
-                    "a list has too many places that nothing belongs to",
+                    "a list has too many places without a value",
                     where=self.where,
                     expected=f"at most {LIMITS.list_holes:,}",
                     got=f"index {key} of {name!r}",

@@ -21,7 +21,7 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.storage_ids import change_id
 from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, left_behind_at, piece_of
 from ckptconv.dtypes import BY_NAME, DType
-from ckptconv.errors import LimitError, RefusedError, count, some
+from ckptconv.errors import LimitError, RefusedError, at_path, count, some
 from ckptconv.formats.distributed.chunks import Chunk, rows_of_ranks
 from ckptconv.formats.distributed.dcp import METADATA
 from ckptconv.formats.distributed.metadata import ItemPath, Metadata, Stored, TensorItem, metadata_bytes
@@ -108,7 +108,7 @@ def _flattened(checkpoint: Checkpoint) -> _Flat:
     """
     root, where = checkpoint.graph.root, checkpoint.source.path
     if not _is_mapping(root):
-        raise RefusedError(f"{_NAME} holds names and their values, and the checkpoint is no dict", where=where)
+        raise RefusedError(f"{_NAME} contains named values, but the checkpoint is not a dict", where=where)
     lists = _opened_lists(checkpoint)
     flat = _Flat({}, set(), [], [])
     room = most = LIMITS.paths(checkpoint.graph.opcodes)
@@ -133,7 +133,7 @@ def _flattened(checkpoint: Checkpoint) -> _Flat:
             todo += reversed(inner)
         elif name in flat.items:
             raise RefusedError(
-                f"two values would have one name in {_NAME}, which joins keys with dots",
+                f"two values would have the same name in {_NAME}, which joins keys with dots",
                 where=where,
                 got=f"{name!r} for {flat.items[name][0]} and {path}",
                 hint=option("select") + " takes one of the parts",
@@ -142,7 +142,7 @@ def _flattened(checkpoint: Checkpoint) -> _Flat:
             flat.items[name] = path, node
             nodes -= 0 if id(node) in checkpoint.tensor_nodes else sum(1 for _ in islice(walk([node]), nodes + 1))
             if nodes < 0:  # values can share nodes, and each file has its own copies
-                raise LimitError("the objects in it share too many of their parts", where=where)
+                raise LimitError("its objects share too many parts", where=where)
     if not flat.items:
         raise RefusedError("there is nothing to write", where=where)
     return flat
@@ -167,12 +167,12 @@ def _items_of(node: Dict | Call, name: str, where: Path, numbered: list[str]) ->
     items: dict[str | float | None, Value] = {}  # bool and int are numbers too
     for key, value in node.entries():
         if isinstance(key, (Node, bytes)):
-            what = f"a key in {name or 'the checkpoint'} is no text and no number"
+            what = f"a key in {name or 'the checkpoint'} is neither a string nor a number"
             raise RefusedError(what, where=where, hint=option("select") + " takes one of the parts")
         items[key] = value  # a key that is set twice keeps its first place and its last value
     texts = {str(key): value for key, value in items.items()}
     if len(texts) < len(items):
-        raise RefusedError(f"two keys in {name or 'the checkpoint'} are one text", where=where)
+        raise RefusedError(f"two keys in {name or 'the checkpoint'} become the same string", where=where)
     numbered += (f"{name}.{key}" if name else str(key) for key in items if not isinstance(key, str))
     return texts
 
@@ -217,13 +217,13 @@ def _refuse_or_leave(checkpoint: Checkpoint, flat: _Flat) -> list[LeftBehind]:
         raise RefusedError(
             f"{_NAME} is loaded without torch's safe loader, so nothing is written that this loader refuses",
             where=checkpoint.source.path,
-            got=some([f"{reason} at {path}" for path, reason in refused.items()], 5),
+            got=some([reason + at_path(path) for path, reason in refused.items()], 5),
             hint=option("loadable") + " converts data objects; to leave it out: " + option("drop", tuple(refused)),
         )
     kept = [info.storage for _, info in tensors]
     others = [p for p in index.every_place if p.parent and id(p.parent.node) in flat.opened and not _is_inner(p)]
     return [
-        *left_behind_at(others, index.storage_of, kept, f"{_NAME} has no place for attributes"),
+        *left_behind_at(others, index.storage_of, kept, f"{_NAME} cannot store attributes"),
         *(LeftBehind(name, 0, f"{_NAME} stores no empty dict") for name in flat.empty),
     ]
 
@@ -240,13 +240,13 @@ def _trouble(info: TensorInfo) -> str | None:
     if info.dtype not in BY_NAME:
         return info.dtype
     most = LIMITS.gathered(info.storage.nbytes)
-    return f"written out it has {info.nbytes:,} bytes, more than the limit of {most:,}" if info.nbytes > most else None
+    return f"its {info.nbytes:,} bytes exceed the limit of {most:,}" if info.nbytes > most else None
 
 
 def _notes(checkpoint: Checkpoint, flat: _Flat) -> Iterator[str]:
     """Yield notes on changes that a reader of the folder will see: keys, ties and requires_grad."""
     if flat.numbered:
-        text = f"keys that are not text become text: {some(flat.numbered)}"
+        text = f"keys that are not strings become strings: {some(flat.numbered)}"
         if checkpoint.detected.optimizer_nodes and any(".state." in f".{name}" for name in flat.numbered):
             text += "; set_optimizer_state_dict needs names: " + option("optimizer", "names")
         yield text
@@ -254,10 +254,10 @@ def _notes(checkpoint: Checkpoint, flat: _Flat) -> Iterator[str]:
     tensors = [info for info in every if info and info.nbytes]
     tied = len(tensors) - len({info.view for info in tensors})
     if tied:
-        yield f"{_NAME} has no ties: {count(tied, 'tied tensor')} written once more"
+        yield f"{_NAME} cannot store ties: {count(tied, 'tied tensor')} written again"
     plain = sum(info.requires_grad or info.is_parameter for info in tensors)
     if plain:
-        yield f"{_NAME} restores no requires_grad, which {count(plain, 'parameter')} had"
+        yield f"{_NAME} does not store requires_grad, which {count(plain, 'parameter')} had"
 
 
 # Files
@@ -324,7 +324,7 @@ def _object_file(checkpoint: Checkpoint, value: Value) -> OutFile:
     """
     part = checkpoint.part(Place(None, "", value, 0))
     if part.storages and part.byteorder != "little":
-        raise RefusedError(f"{_NAME} holds little-endian numbers", where=checkpoint.source.path)
+        raise RefusedError(f"{_NAME} stores little-endian numbers", where=checkpoint.source.path)
     drop_effect_order(part)
     for reference in part.references:
         change_id(reference.node, tag="cpu")

@@ -155,7 +155,7 @@ def read_metadata(source: Readable) -> Metadata:
     graph, end = parse(source.read, source.size, where=str(source.path))
     reader = _Reader(source, graph.opcodes // LIMITS.opcodes_of_a_chunk)
     if end != source.size or graph.references or graph.discarded:
-        reader.fail("it is no plain pickle of Metadata")
+        reader.fail("it is not a plain pickle of Metadata")
     unknown = [name for node in graph.globals if (name := imported_name(node, graph.protocol)) not in _KNOWN]
     unknown = [*dict.fromkeys(unknown), *dangerous_globals(graph)]  # known globals can reach everything by getattr
     if unknown:
@@ -341,13 +341,13 @@ class _Reader:
         shape = self.size(fields.get("size"), "the size", name)
         chunks = fields.get("chunks")
         if not isinstance(chunks, List):
-            self.fail(f"the chunks of {name!r} are no list")
+            self.fail(f"the chunks of {name!r} are not a list")
         for effect in chunks.effects:
             self.most -= 1 + len(effect.values)
             if self.most < 0:
                 self.fail(
                     "there are more chunks than a file of its size can describe",
-                    got=f"{name!r} and others have the same ones",
+                    got=f"{name!r} and others share their chunks",
                 )
         dtype = self.dtype(name, fields.get("properties"))
         return TensorItem(dtype, shape, [self.chunk(name, shape, chunk) for chunk in chunks.elements()])
@@ -368,7 +368,7 @@ class _Reader:
                 got=got,
             )
         if len(state.items) < _STATE[0] or not isinstance(dtype := state.items[0], Global):
-            self.fail(f"the properties of {name!r} are no TensorProperties")
+            self.fail(f"the properties of {name!r} are not a TensorProperties")
         self.has_strides |= len(state.items) > _STATE[0]
         layout = state.items[1]
         if dtype.module != "torch" or dtype.name not in BY_NAME:
@@ -445,10 +445,11 @@ class _Reader:
         file, offset, length = (fields.get(field) for field in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not stays_inside(file, folders=True):
             self.fail(
-                f"the file of {name!r} is no path inside the folder", got=repr(file) if isinstance(file, str) else None
+                f"the file of {name!r} is not a path inside the folder",
+                got=repr(file) if isinstance(file, str) else None,
             )
         if not is_count(offset) or not is_count(length):
-            self.fail(f"{name!r} has no sound offset and length", got=plain(length if is_count(offset) else offset))
+            self.fail(f"{name!r} has no valid offset and length", got=plain(length if is_count(offset) else offset))
         return Stored(file, offset, length)
 
     def check_container(self, items: dict[str, TensorItem | None], stored: dict[_Key, Stored]) -> None:
@@ -465,9 +466,9 @@ class _Reader:
             place = stored.get((name, chunk.offsets))
             if place is not None and place.length == nbytes:
                 self.refuse(
-                    "its .distcp files were written with serialization_format=SAFETENSORS, and it does not say where in"
-                    " them each tensor is",
-                    got=f"{nbytes:,} bytes for {name!r}, which has as many",
+                    "its .distcp files were written with serialization_format=SAFETENSORS, so the positions of the"
+                    " tensors in them are not known",
+                    got=f"{nbytes:,} bytes for {name!r}, which has that many bytes",
                     hint="save it again without serialization_format",
                 )
             return
@@ -498,9 +499,9 @@ class _Reader:
             got = node.callable if isinstance(node, Call) else type_of(node).__name__
             self.fail("an object of another class", expected=classes[0], got=got)
         if node.kind != "NEWOBJ" or args_of(node) or node.kwargs is not None or not isinstance(node.args, Tuple):
-            self.refuse(f"a {classes[0]} is made in a way that is not known to this version", got=node.kind)
+            self.refuse(f"a {classes[0]} is created in a way that this version does not know", got=node.kind)
         if len(node.effects) > 1 or any(effect.opcode != "BUILD" for effect in node.effects):
-            self.refuse(f"a {classes[0]} is set up in a way that is not known to this version")
+            self.refuse(f"a {classes[0]} is set up in a way that this version does not know")
         return node.effects[0].values[0] if node.effects else None
 
     def object(self, node: Value, cls: str, *others: str) -> dict[str, Value]:
@@ -526,7 +527,7 @@ class _Reader:
         items: dict[str, Value] = {}
         for key, value in self.pairs(node, what):
             if not isinstance(key, str):
-                self.fail(f"a key of {what} is no text", got=type_of(key).__name__)
+                self.fail(f"a key of {what} is not a string", got=type_of(key).__name__)
             if key in items:
                 self.fail(f"a key occurs twice in {what}", got=repr(key))
             items[key] = value
@@ -538,7 +539,7 @@ class _Reader:
         `what` names the dict in errors.
         """
         if not isinstance(node, Dict):
-            self.fail(f"{what} is no dict", got=type_of(node).__name__)
+            self.fail(f"{what} is not a dict", got=type_of(node).__name__)
         for effect, i in node.pairs():
             yield effect.values[i], effect.values[i + 1]
 
@@ -553,9 +554,9 @@ class _Reader:
         args = args_of(node) if isinstance(node, Call) and is_global(node.callable, _SIZE) else []
         numbers = args[0].items if len(args) == 1 and isinstance(args[0], Tuple) else None
         if numbers is None or len(numbers) > LIMITS.rank:
-            self.fail(f"{what} of {name!r} is no torch.Size", expected=f"at most {LIMITS.rank} numbers")
+            self.fail(f"{what} of {name!r} is not a torch.Size", expected=f"at most {LIMITS.rank} numbers")
         counts = tuple(number for number in numbers if is_count(number))
         if len(counts) != len(numbers):
-            self.fail(f"{what} of {name!r} has a number that counts nothing", expected="0 to 2^62")
+            self.fail(f"{what} of {name!r} has a number that is not a count", expected="0 to 2^62")
         self._sizes[id(node)] = counts
         return counts

@@ -73,7 +73,7 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
     if len({*ranks}) != len(ranks):
         times = Counter(ranks)
         twice = [name for rank, name in run.names if times[rank] > 1]
-        raise MalformedError("two files are of one rank", where=folder.folder, got=some(twice), hint=_COPY)
+        raise MalformedError("two files belong to the same rank", where=folder.folder, got=some(twice), hint=_COPY)
     world = run.world or ranks[-1] + 1
     if ranks[-1] >= world:
         raise MalformedError(
@@ -96,7 +96,7 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
     others = [other.pattern for other in sets_in(list_folder(folder.folder)[1]) if other.pattern != run.pattern]
     if folder.is_whole and others:
         inspect = command("inspect", folder.folder / others[0])
-        checkpoint.notes.append(f"beside it: {some(others)}, each a checkpoint of its own: " + inspect)
+        checkpoint.notes.append(f"not part of it: {some(others)}, each a separate checkpoint: " + inspect)
     return checkpoint
 
 
@@ -254,7 +254,7 @@ class _Comparison:
         if first and part:
             if first.alike != part.alike:
                 raise MalformedError(
-                    f"{a.path} is another tensor than in {self.files[0]}: the files are not of one run",
+                    f"{a.path} differs from the tensor in {self.files[0]}: the files are not from the same run",
                     where=self.b.source.path,
                     expected=f"{first.dtype.name} of shape {first.shape}, {first.layout}",
                     got=f"{part.dtype.name} of shape {part.shape}, {part.layout}",
@@ -319,7 +319,7 @@ class _Comparison:
             more = by_segment.keys() - segments
             if more:
                 raise MalformedError(
-                    f"it has what {self.files[0]} has not: the files are not of one run",
+                    f"it has an item that {self.files[0]} does not have: the files are not from the same run",
                     where=self.b.source.path,
                     got=some([by_segment[segment].path for segment in sorted(more)]),
                 )

@@ -82,7 +82,10 @@ def pattern_of(name: str) -> str | None:
 
 
 def stem_of(pattern: str) -> str:
-    """Return the name, without a suffix, for the checkpoint that is merged from the files of `pattern`: ``model``."""
+    """Return the name, without a suffix, for the checkpoint that is merged from the files of `pattern`.
+
+    It is the part of `pattern` before the rank, or ``model`` if nothing is before it.
+    """
     return re.sub(r"[-_.]?(world_size_[0-9]+_)?rank_\*.*", "", pattern) or "model"
 
 

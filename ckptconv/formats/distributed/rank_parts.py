@@ -113,7 +113,7 @@ class PartReader:
             return self._sharded_tensor(state, bool(info and info.requires_grad))
         fields = self._items(state.items[-1] if isinstance(state, Tuple) and state.items else state)
         if info is None:
-            self._fail("a DTensor says no shape")
+            self._fail("a DTensor has no shape")
         return self._dtensor(fields, info)
 
     # DTensor
@@ -126,7 +126,7 @@ class PartReader:
         meta = spec.get("tensor_meta")
         args = args_of(meta) if isinstance(meta, Call) else []
         if args and ints_of(args[0]) != shape:
-            self._fail("a DTensor says two shapes", shape, ints_of(args[0]))
+            self._fail("a DTensor has two different shapes", shape, ints_of(args[0]))
         key = id(spec.get("placements")), id(spec.get("mesh")), len(shape)
         if key not in self._cuts:
             self._cuts[key] = self._read_cuts(spec.get("placements"), mesh, len(shape))
@@ -142,9 +142,9 @@ class PartReader:
         self._spend(len(strips) * (2 + len(shape)))
         local = self._tensor(state.get("_local_tensor"))
         if local.shape != sizes and (0 not in local.shape or 0 not in sizes):
-            self._fail("the part of a DTensor has another shape than its placements say", sizes, local.shape)
+            self._fail("the shape of a DTensor's part does not match its placements", sizes, local.shape)
         if local.dtype != info.dtype:
-            self._fail("the part of a DTensor has another dtype than the whole", info.dtype, local.dtype)
+            self._fail("the part of a DTensor has a different dtype from the whole", info.dtype, local.dtype)
         placements = tuple(self._placement(strip, local) for strip in strips)
         return Part(shape, self._dtype(local), layout, placements, _device(local), info.requires_grad)
 
@@ -156,23 +156,25 @@ class PartReader:
         """
         words = placements.items if isinstance(placements, Tuple) else []
         if len(words) != len(mesh):
-            self._fail("a DTensor has another number of placements than its mesh has dimensions")
+            self._fail("a DTensor does not have one placement for each dimension of its mesh")
         cuts, layout = [], []
         for word, (parts, at, name) in zip(words, mesh, strict=True):
             kind = word.callable.name if isinstance(word, Call) and isinstance(word.callable, Global) else ""
             if kind not in ("Replicate", "Shard", "_StridedShard"):
                 what = f"has a placement that is not known: {kind}"
                 if kind == "Partial":
-                    what = "is a sum that was never made: it is Partial"
-                self._refuse(f"a DTensor {what}", needed="whole: tensor.full_tensor() makes it so")
+                    what = "is Partial: its sum was never computed"
+                self._refuse(f"a DTensor {what}", needed="complete: tensor.full_tensor()")
             fields = self._object(word, kind)
             said = kind
             if kind != "Replicate":
                 dim, split = fields.get("dim"), fields.get("split_factor", 1)
                 if not is_count(dim) or dim >= rank:
-                    self._fail("a placement cuts a dimension that the tensor has not", f"0 to {rank - 1}", plain(dim))
+                    self._fail(
+                        "a placement cuts a dimension that the tensor does not have", f"0 to {rank - 1}", plain(dim)
+                    )
                 if not is_count(split) or not 0 < split <= max(self.world, 1):
-                    self._fail("a placement has no sound split_factor", f"1 to {self.world}", plain(split))
+                    self._fail("a placement has no valid split_factor", f"1 to {self.world}", plain(split))
                 said = f"Shard({dim})" if split == 1 else f"_StridedShard({dim}, split_factor={split})"
                 if parts > 1:
                     cuts.append(Cut(parts, at, dim, split))
@@ -189,12 +191,12 @@ class PartReader:
         fields = self._object(node, "DeviceMesh")
         rank = fields.get("_rank", self.rank)
         if rank != self.rank or type(rank) is not int:
-            self._fail("the file is of another rank than its name says", self.rank, plain(rank))
+            self._fail("the rank in the file differs from the rank in its name", self.rank, plain(rank))
         listed = fields.get("_flatten_rank_map", fields.get("_flatten_mesh_list"))
         ranks = self._counts(listed) or ()
         if listed is not None and (self.rank not in ranks or max(ranks) >= self.world):
             self._fail(
-                "the mesh is not one of this run",
+                "the mesh is not from this run",
                 f"ranks below {self.world}, and {self.rank} among them",
                 f"{len(ranks):,} ranks up to {max(ranks, default=0):,}",
             )
@@ -213,7 +215,7 @@ class PartReader:
             sizes = self._tensor(fields["mesh"]).shape
         coordinate = self._counts(fields.get("_coordinate_on_dim"))
         if sizes is None or coordinate is None:
-            self._refuse("its DeviceMesh does not say how large it is, or where in it this rank is")
+            self._refuse("its DeviceMesh does not record its size, or the place of this rank in it")
         if (
             len(sizes) != len(coordinate)
             or not all(at < size for at, size in zip(coordinate, sizes, strict=True))
@@ -237,7 +239,7 @@ class PartReader:
         word = next(iter(properties.states()), None) if isinstance(properties, Call) else None
         dtype = word.items[0] if isinstance(word, Tuple) and word.items else None
         if not isinstance(dtype, Global):
-            self._fail("a ShardedTensor says no dtype")
+            self._fail("a ShardedTensor has no dtype")
         if dtype.module != "torch" or dtype.name not in BY_NAME:
             self._refuse("a ShardedTensor has a dtype that is not known to this version", dtype)
         placements: list[ChunkPlacement] = []
@@ -248,11 +250,11 @@ class PartReader:
             position = self._object(fields.get("metadata"), "ShardMetadata")
             offsets, sizes = (self._counts(position.get(name)) for name in ("shard_offsets", "shard_sizes"))
             if offsets is None or sizes is None or max(len(offsets), len(sizes)) > LIMITS.rank:
-                self._fail("a shard has no sound offsets and sizes")
+                self._fail("a shard has no valid offsets and sizes")
             local = self._tensor(fields.get("tensor"))
             if local.shape != sizes or local.dtype != dtype.name or not len(offsets) == len(sizes) == len(shape):
                 self._fail(
-                    "a shard is not what its metadata says",
+                    "a shard does not match its metadata",
                     f"{dtype.name} of shape {sizes}",
                     f"{local.dtype} of shape {local.shape}",
                 )
@@ -275,7 +277,7 @@ class PartReader:
         data = storage.data if storage else None
         if not isinstance(data, ByteRange) or not is_apart(local) or local.conj or local.neg:
             self._refuse(
-                "the part is stored in a way that torch.save has not for it: deflated, repeated, or to be conjugated",
+                "the part is not stored as torch.save stores it: it is compressed, repeated, or to be conjugated",
                 needed="as torch.save does by default",
             )
         sizes = strip.chunk.sizes
@@ -298,7 +300,7 @@ class PartReader:
             reader.visit(Place(self._place, "/(part)", node, self._place.depth + 1))
             info = reader.nodes.get(id(node))
         if info is None or info.kind != "strided" or info.storage is None:
-            self._refuse("the part is no plain tensor", info.kind if info else None, needed="as plain DTensors")
+            self._refuse("the part is not a plain tensor", info.kind if info else None, needed="as plain DTensors")
         return info
 
     def _dtype(self, local: TensorInfo) -> DType:
@@ -316,7 +318,7 @@ class PartReader:
             if not isinstance(node, Call) or not isinstance(cls, Global):
                 self._fail("an object of another class", name)
             if cls.name != name or not cls.module.startswith(_HERE):
-                self._refuse(f"a class is not known to this version in place of {name}", cls)
+                self._refuse(f"this version does not know a class that is used for {name}", cls)
             states = node.states()
             slots = states[0].items if states and isinstance(states[0], Tuple) else states  # a class with __slots__
             self._fields[id(node)] = {}

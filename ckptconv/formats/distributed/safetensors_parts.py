@@ -56,9 +56,9 @@ def saved_offsets(header: Header, path: Path) -> dict[str, tuple[int, ...]] | No
         check_nesting(text.encode(errors="replace"))
         info = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise MalformedError(f"{SHARDING_INFO} is no JSON object", where=path, got=error) from error
+        raise MalformedError(f"{SHARDING_INFO} is not a JSON object", where=path, got=error) from error
     if not isinstance(info, dict):
-        raise MalformedError(f"{SHARDING_INFO} is no JSON object", where=path, got=type(info).__name__)
+        raise MalformedError(f"{SHARDING_INFO} is not a JSON object", where=path, got=type(info).__name__)
     offsets, wrong = {}, []
     for entry in header.entries:
         fields = info.get(entry.name)
@@ -69,7 +69,7 @@ def saved_offsets(header: Header, path: Path) -> dict[str, tuple[int, ...]] | No
             wrong.append(entry.name)
     if wrong or len(info) != len(offsets):
         raise MalformedError(
-            f"{SHARDING_INFO} does not fit the tensors",
+            f"{SHARDING_INFO} does not match the tensors",
             where=path,
             expected="saved_offsets for each, and for no other",
             got=repr(wrong[0]) if wrong else f"{len(info):,} for {len(offsets):,} tensors",
@@ -141,9 +141,9 @@ def read(
         offsets = saved_offsets(header, source.path)
         if offsets is None:
             raise MalformedError(
-                f"a file without {SHARDING_INFO} stands among parts of tensors",
+                f"a file without {SHARDING_INFO} is among the parts of tensors",
                 where=source.path,
-                hint="move what is no part of the checkpoint to another folder",
+                hint="move files that do not belong to the checkpoint to another folder",
             )
         texts.append(header.metadata or {})
         for entry in header.entries:
@@ -162,14 +162,14 @@ def read(
         for key, text in first.items()
         if key not in _ABOUT_PARTS and all(other.get(key) == text for other in others)
     }
-    checkpoint.notes.append("no file says how large the tensors are: each reaches as far as its parts")
+    checkpoint.notes.append("no file records the sizes of the tensors: each ends where its last part ends")
     return checkpoint
 
 
 def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]) -> Value:
     """Return a call that rebuilds the tensor `name` from `parts`, its slices with their header entries.
 
-    Raises MalformedError if they do not fit together, and UnsupportedError if the dtype has several elements in a byte.
+    Raises MalformedError if they do not match, and UnsupportedError if the dtype has several elements in a byte.
     """
     from ckptconv.checkpoint.blocks import assembled
     from ckptconv.formats.distributed.chunks import Chunk, check_cover
@@ -179,7 +179,7 @@ def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]
     ranks = {len(placement.sizes) for _, placement in parts}
     if len(words) > 1 or len(ranks) > 1:
         raise MalformedError(
-            f"the parts of {name!r} do not fit together",
+            f"the parts of {name!r} do not match",
             where=folder,
             expected="one dtype and rank",
             got=" and ".join(words),

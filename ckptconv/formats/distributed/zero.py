@@ -115,7 +115,7 @@ def _refusal(folder: SourceFolder, files: ZeroFiles, what: str, got: object) -> 
     where = folder.folder / files.tag
     words = ("-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", where, "--output_folder", "OUT_FOLDER")
     return UnsupportedError(
-        f"files of {what} cannot be put together: none of them says how the tensors are divided",
+        f"files of {what} cannot be merged: how the tensors are divided is not stored",
         where=where,
         got=got,
         hint=f"{TRUSTED}, let DeepSpeed try it: {python_command(*words)}",
@@ -201,7 +201,7 @@ class _Fields:
             self.refuse(f"{what} is not a plain tensor", info.kind if info else type_of(node).__name__)
         data = info.storage.data
         if not isinstance(data, ByteRange) or not info.contiguous or self.checkpoint.byteorder != "little":
-            self.refuse(f"{what} is stored in a way that DeepSpeed does not have", info.dtype)
+            self.refuse(f"{what} is stored in a way that DeepSpeed does not use", info.dtype)
         return _Flat(info, data)
 
     def shapes(self, what: str, node: Value) -> dict[str, Shape]:
@@ -236,7 +236,9 @@ class _Flat(NamedTuple):
     def numel(self) -> int:
         """The number of elements. Raises MalformedError if the tensor does not have exactly one dimension."""
         if len(self.info.shape) != 1:
-            raise MalformedError("a flat tensor has not one dimension", where=self.data.where, got=self.info.shape)
+            raise MalformedError(
+                "a flat tensor does not have one dimension", where=self.data.where, got=self.info.shape
+            )
         return self.info.shape[0]
 
     def span(self, start: int, number: int) -> ByteRange:
@@ -276,7 +278,7 @@ class _Model(_Fields):
         names = [*chain(*self.shapes_of, self.frozen, self.shared)]
         if len({*names}) != len(names):
             twice = Counter(names).most_common(1)[0][0]
-            self.fail("a name is twice in param_shapes, frozen_param_shapes and shared_params", twice)
+            self.fail("a name occurs twice in param_shapes, frozen_param_shapes and shared_params", twice)
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -330,7 +332,7 @@ class _Rank(_Fields):
         if "group_paddings" in self.fields:
             self.paddings = self.counts("group_paddings", self.fields["group_paddings"])
         if len(self.paddings) != len(self.flats):
-            self.fail("group_paddings and the flat tensors are not as many")
+            self.fail("the number of group_paddings is not the number of flat tensors")
         self.groups: List | None = None
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
         self.states = self._states(self.fields.get(key))
@@ -442,8 +444,8 @@ class _Reader:
             first, expected = firsts.setdefault(type(part), (part, alike))
             if alike != expected:
                 raise MalformedError(
-                    f"{part.where.name} and {first.where.name} are of different runs or steps: they disagree about"
-                    " parameters, groups, ranks or the optimizer",
+                    f"{part.where.name} and {first.where.name} are from different runs or steps: their parameters,"
+                    " groups, ranks or optimizers differ",
                     where=self.folder.folder / self.files.tag,
                     hint=_COPY,
                 )
@@ -523,7 +525,9 @@ class _Reader:
             for name, shape in ((name, shape) for group in model.shapes_of for name, shape in group.items()):
                 info = nodes.get(id(saved.get(name)))
                 if info and info.shape != shape:
-                    model.fail(f"{name!r} has other shapes in module and in param_shapes", f"{info.shape} and {shape}")
+                    model.fail(
+                        f"{name!r} has different shapes in module and in param_shapes", f"{info.shape} and {shape}"
+                    )
         for name, holder in model.shared.items():
             if holder in weights:
                 weights[name] = weights[holder]
@@ -537,10 +541,12 @@ class _Reader:
             info = nodes.get(id(value))
             if info and 0 in info.shape and name not in kept and name not in weights:
                 self.without.add(name)
-                replaced.append(LeftBehind(f"{model_file}/module/{name}", 0, "no file has the elements of the weight"))
+                replaced.append(
+                    LeftBehind(f"{model_file}/module/{name}", 0, "no file contains the elements of the weight")
+                )
         if "loss_scaler" in self.first.fields:
             optim_file = self.files.path(self.files.optims[0][1])
-            why = "it is an object of DeepSpeed, which no other program loads"
+            why = "it is an object of DeepSpeed, which other programs cannot load"
             replaced.append(LeftBehind(f"{optim_file}/optimizer_state_dict/loss_scaler", 0, why))
         return replaced
 
@@ -618,7 +624,7 @@ class _Reader:
         numel = rank.flats[cut.group].numel
         if flat.info.shape not in ((numel,), (numel + rank.paddings[cut.group],)):
             raise UnsupportedError(
-                f"the optimizer's {key} has not one number for each weight: it is quantized, or of another kind",
+                f"the optimizer's {key} does not have one number for each weight: it is quantized, or of another kind",
                 where=rank.where,
                 expected=f"{numel:,} elements",
                 got=f"{flat.info.dtype} of shape {flat.info.shape}",
@@ -649,7 +655,7 @@ class _Reader:
         place = next(place for place in first.checkpoint.places if place.node is first.groups)
         known = first.checkpoint.index.storage_of
         if any(isinstance(node, PersistentId) and id(node) not in known for node in walk([place.node])):
-            first.fail("param_groups refer to a storage that has a fault")  # which a sink may have taken
+            first.fail("param_groups refer to a damaged storage")  # which a sink may have taken
         taken = self.merger.take(first.checkpoint.part(place))
         assert isinstance(taken, List)
         group_of = {each.name: each.group for each in parameters}
@@ -676,7 +682,7 @@ class _Reader:
         if not self.first.states:
             notes.append("the files have no state of the optimizer")
         elif self.first.groups is None:
-            notes.append("the optimizer's param_groups have names only: elastic checkpoints have no other values")
+            notes.append("the optimizer's param_groups contain only names: elastic checkpoints have no other values")
         else:
             numbered = command("convert", *typed, Option("optimizer", "numbers"))
             notes.append(numbered + " writes the optimizer as optimizer.load_state_dict needs it")

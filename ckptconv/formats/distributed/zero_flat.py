@@ -117,7 +117,7 @@ class Flats:
             if done:
                 self._left -= 1
                 if not self._left:
-                    raise LimitError("the parameters are in too many pieces", where=self.where)
+                    raise LimitError("the parameters are split into too many pieces", where=self.where)
                 yield i, offset - starts[i], done
             offset, count, i = offset + done, count - done, i + 1
 

@@ -75,7 +75,7 @@ def _answers(file: _File) -> Iterator[_Answer | InputError | None]:
         yield MalformedError(what, where=path, hint=DOWNLOAD_AGAIN)
     if head.startswith(LFS):
         size = re.search(rb"^size ([0-9]{1,18})\r?$", head, re.MULTILINE)
-        yield "a Git LFS pointer, not the file itself" + (f" of {int(size[1]):,} bytes" if size else ""), FETCH_LFS
+        yield "a Git LFS pointer, not the file itself" + (f" ({int(size[1]):,} bytes)" if size else ""), FETCH_LFS
     content = _json(file)
     yield _page(file)
     yield _refusal(file, content)
@@ -110,7 +110,7 @@ def _answers(file: _File) -> Iterator[_Answer | InputError | None]:
     if isinstance(content, (dict, list)):
         is_model = isinstance(content, dict) and {"architectures", "model_type"} & content.keys()
         kind = "a model's configuration" if is_model else "a JSON file"
-        yield f"{kind},, not a checkpoint: {start}", _WEIGHTS
+        yield f"{kind}, not a checkpoint: {start}", _WEIGHTS
     if file.text and file.text.strip():
         yield f"a text file, which starts with {start}", _WEIGHTS
     yield displaced(source)
@@ -198,7 +198,7 @@ def _index(file: _File, content: Any) -> _Answer | None:
         return None
     what = f"the index of a checkpoint in {count(len({*shards.values()}), 'shard')}"
     if not file.source.is_stored:
-        return f"{what}: the tensors are in files beside it", "give the path of the index"
+        return f"{what}: the tensors are in files next to it", "give the path of the index"
     rename = shell(calls.RENAME, file.path, file.path.with_name("model.index.json"))
     return f"{what}, but its name does not end in .json", f"rename it: {rename}"
 

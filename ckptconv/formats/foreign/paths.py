@@ -224,7 +224,7 @@ def _model(folder: _Folder) -> _Answer | None:
     others = [other for other in _checkpoints_in(folder) if other not in _MODELS]
     if not others:
         return f"the checkpoint in it is {name}", give
-    return f"the model in it is {name}, beside {some(others)}", f"{give}; " + _or_all(folder)
+    return f"the model in it is {name}, next to {some(others)}", f"{give}; " + _or_all(folder)
 
 
 def _deepspeed(folder: _Folder) -> _Answer | None:

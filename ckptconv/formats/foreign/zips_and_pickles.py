@@ -95,24 +95,23 @@ def _kinds_of_torch(path: str, names: list[str], below: frozenset[str]) -> list[
             ("model.json" in below and any(name.startswith("code/") for name in below))  # torch 1.0 to 1.2
             or not below.isdisjoint(("constants.pkl", "attributes.pkl")),
             UnsupportedError(
-                "a TorchScript archive as torch wrote it before 1.3, which today's torch does not read either",
-                hint="save its weights alone with torch 1.13, which does: "
+                "a TorchScript archive from torch before 1.3, which today's torch does not read either",
+                hint="save only its weights, with torch 1.13, which reads it: "
                 + saved_by_torch(f'torch.jit.load({literal(path)}, map_location="cpu").state_dict()'),
             ),
         ),
         (  # torch.export.load wants a program, and finds none next to the machine code
             "models" not in folders and any(folder.startswith("data/aotinductor/") for folder in folders),
             UnsupportedError(
-                "a .pt2 archive of AOTInductor, which holds a compiled program",
-                hint="save the weights of what it was compiled from; torch._inductor.aoti_load_package loads it, which"
-                " runs its machine code",
+                "a .pt2 archive of AOTInductor, which contains a compiled program",
+                hint="save the weights of the model that it was compiled from",
             ),
         ),
         (
             not below.isdisjoint(("archive_format", _PROGRAM)) or _PROGRAM in names,
             ExportedError(
                 "a .pt2 archive (torch.export), which contains a program, not only weights",
-                hint=f"{TRUSTED}, save its weights alone: "
+                hint=f"{TRUSTED}, save only its weights: "
                 + saved_by_torch(f"torch.export.load({literal(path)}).state_dict"),
             ),
         ),
@@ -120,8 +119,7 @@ def _kinds_of_torch(path: str, names: list[str], below: frozenset[str]) -> list[
             _PACKAGE in below,
             UnsupportedError(
                 "a torch.package archive, which contains a program, not only weights",
-                hint="torch.package.PackageImporter loads it, which runs its code; save the state dict of what is in"
-                " it",
+                hint="load it with torch.package.PackageImporter, which runs its code, and save its state dict",
             ),
         ),
         (
@@ -190,7 +188,7 @@ def _other_kinds(path: str, names: list[str]) -> list[tuple[object, InputError]]
         (
             True,
             UnsupportedError(
-                f"a zip archive, but none of torch's: {listed or 'it is empty'}",
+                f"a zip archive, but not of torch: {listed or 'it is empty'}",
                 expected=f"a member FOLDER/{_PICKLE}",
             ),
         ),
@@ -255,7 +253,7 @@ def displaced(source: Readable) -> InputError | None:
     return MalformedError(
         f"a zip archive with {count(before, 'byte')} before it",
         where=source.path,
-        hint=f"take them off: {shell('tail', '-c', f'+{before + 1}', source.path)} > out.pt",
+        hint=f"remove them:  {shell('tail', '-c', f'+{before + 1}', source.path)} > out.pt",
     )
 
 
@@ -291,7 +289,7 @@ def pickle_error(source: Readable) -> InputError:
     """Return the error that says what the pickle in `source`, which contains no tensors, is."""
     if b"joblib.numpy_pickle" in source.read(0, min(_MORE, source.size)):  # raw arrays are between its opcodes
         return UnsupportedError(
-            "a file of joblib's, without tensors of torch",
+            "a joblib file without torch tensors",
             where=source.path,
             hint="load it with joblib.load, if you trust who made it, and save its arrays with torch",
         )
@@ -319,15 +317,15 @@ def _described(source: Readable, graph: Graph, following: int) -> InputError:
     dangers = sorted({*dangerous_globals(graph)} - {LOADER})
     if dangers:
         return DangerousError(
-            f"a pickle that names what no checkpoint needs ({', '.join(dangers[:_SHOWN])})",
+            f"a pickle with functions that no checkpoint needs ({', '.join(dangers[:_SHOWN])})",
             where=source.path,
             hint="do not load it",
         )
     if storage_sizes(graph):
         return UnsupportedError(
-            "the pickle of a torch checkpoint without the storages that belong to it",
+            "the pickle of a torch checkpoint without its storages",
             where=source.path,
-            hint="give the whole file, or the folder that it was unpacked to",
+            hint="give the whole file, or the folder that it was unpacked into",
         )
     modules = {node.module.partition(".")[0] for node in graph.globals}
     packages = sorted(modules.difference(_PLAIN))
@@ -340,7 +338,7 @@ def _described(source: Readable, graph: Graph, following: int) -> InputError:
         where=source.path,
         hint="save its arrays with torch: torch.from_numpy makes tensors of them"
         if "numpy" in modules
-        else "it holds no weights; use the file with the weights",
+        else "it contains no weights; use the file with the weights",
     )
 
 

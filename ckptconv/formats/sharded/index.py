@@ -368,21 +368,23 @@ class _Reader(StrictJson):
         """
         top = self.parsed()
         if not isinstance(top, dict):
-            self.fail("the index is no JSON object", expected="{", got=type(top).__name__)
+            self.fail("the index is not a JSON object", expected="{", got=type(top).__name__)
         metadata, weight_map = top.get("metadata", {}), top.get("weight_map")
         if not isinstance(metadata, dict):
-            self.fail("the index's metadata is no object", got=type(metadata).__name__)
+            self.fail("the index's metadata is not an object", got=type(metadata).__name__)
         if not isinstance(weight_map, dict) or not weight_map:
-            self.fail("the index has no weight_map, which says in which shard each tensor is", got=", ".join(top))
+            self.fail("the index has no weight_map with the shard of each tensor", got=", ".join(top))
         for name, shard in weight_map.items():
             if not isinstance(shard, str):
-                self.fail(f"the index has no name of a shard for {name!r}", got=type(shard).__name__)
+                self.fail(f"the index names no shard for {name!r}", got=type(shard).__name__)
         shards = dict.fromkeys(weight_map.values())
         match = _INDEX.fullmatch(self.source.path.name)
         suffix = match["suffix"] if match else ""
         for shard in shards:
             if not stays_inside(shard):
-                self.fail("a shard must be named without a folder", expected="a file beside the index", got=repr(shard))
+                self.fail(
+                    "a shard must be named without a folder", expected="a file next to the index", got=repr(shard)
+                )
             if not shard.endswith(suffix):
                 what = "a shard is of another format than its index"
                 self.fail(what, expected=f"a name with {suffix}", got=repr(shard))
@@ -432,7 +434,7 @@ class _Reader(StrictJson):
         """
         value = float(digits)
         if not math.isfinite(value):
-            self.fail("a number in the index is no JSON, or too large", got=digits)
+            self.fail("a number in the index is not JSON, or too large", got=digits)
         return value
 
 

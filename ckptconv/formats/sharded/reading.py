@@ -95,7 +95,7 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
     checkpoint.unused += contradictions
     if index:
         checkpoint.unused += [
-            LeftBehind(f"{container.index}/{key}", 0, "no index has such a part") for key in index.others
+            LeftBehind(f"{container.index}/{key}", 0, "no index contains such a part") for key in index.others
         ]
     return checkpoint
 
@@ -113,15 +113,15 @@ def _root_of(part: Checkpoint, name: str) -> Object:
     else:
         is_mapping = isinstance(root, Dict)
     if not isinstance(root, Object) or not is_mapping:
-        raise _no_shard(part, "the shard is no mapping of names to tensors")
+        raise _no_shard(part, "the shard is not a mapping from names to tensors")
     keys = [effect.values[i] for effect, i in root.pairs()]
     if not all(isinstance(key, str) for key in keys):
-        raise _no_shard(part, "the shard has keys that are no names")
+        raise _no_shard(part, "the shard has keys that are not names")
     if len({*keys}) != len(keys):
         (twice, _), *_ = Counter(keys).most_common(1)
         raise MalformedError("a name occurs twice in the shard", where=part.source.path, got=repr(twice))
     if any(effect.opcode not in _ITEMS for effect in root.effects):
-        part.unused.append(LeftBehind(f"{name}/._metadata", 0, "a set of shards has no place for attributes"))
+        part.unused.append(LeftBehind(f"{name}/._metadata", 0, "a set of shards cannot store attributes"))
         if isinstance(root, Call):
             kept = part.graph.written[root] = Call(root.kind, root.callable, root.args, root.kwargs, root.order)
             kept.effects = root.effects
@@ -134,7 +134,7 @@ def _no_shard(part: Checkpoint, what: str) -> UnsupportedError:
     return UnsupportedError(
         what,
         where=part.source.path,
-        hint="convert it alone: " + command("convert", part.source.path, Placeholder("OUT")),
+        hint="convert it by itself: " + command("convert", part.source.path, Placeholder("OUT")),
     )
 
 
@@ -180,7 +180,7 @@ def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None)
     ]
     for what, names in (
         ("no shard, but in the index", missing),
-        ("another shard than the index says", moved),
+        ("a shard other than the index says", moved),
         ("a shard, but not in the index", unknown),
     ):
         if names:
@@ -205,8 +205,8 @@ def _contradiction(
     sets = sets_in(shard.name for shard in shards)
     if may_go and len(sets) == 1 and len(shards) == sets[0].count:
         hint = "if the shards are right, delete the index; otherwise " + hint
-    stands = "tensor stands" if len(names) == 1 else "tensors stand"
-    return MalformedError(f"{len(names):,} {stands} in {what}: {some(names, _SHOWN)}", where=folder.path, hint=hint)
+    are = "tensor is" if len(names) == 1 else "tensors are"
+    return MalformedError(f"{len(names):,} {are} in {what}: {some(names, _SHOWN)}", where=folder.path, hint=hint)
 
 
 def names_of(root: Object) -> list[str]:
@@ -245,5 +245,5 @@ def _texts(shards: Iterable[Shard], metadata: Mapping[str, Any]) -> tuple[dict[s
         for key, text in shard.part.metadata.items():
             if texts.setdefault(key, text) != text:
                 left = f"{shard.name}/__metadata__/{key}"
-                differ.setdefault(key, LeftBehind(left, len(text.encode()), "other shards have another text there"))
+                differ.setdefault(key, LeftBehind(left, len(text.encode()), "other shards have different text there"))
     return texts, tuple(differ.values())

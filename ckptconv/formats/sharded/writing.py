@@ -110,7 +110,7 @@ def layout(
     partial = [path for path, info in checkpoint.tensors.items() if info.kind == "partial"]
     if partial:
         raise RefusedError(
-            f"one process's part of a tensor is no shard: {some(partial, _SHOWN)}",
+            f"one process's part of a tensor cannot be a shard: {some(partial, _SHOWN)}",
             where=checkpoint.source.path,
             hint=about_one(checkpoint.source.path),
         )
@@ -152,7 +152,7 @@ def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, writer: Writ
     if len(shards) < len(container.shards):
         names = renumbered(names)
     if len({*names, index}) <= len(names):
-        raise RefusedError(f"two shards would have one name: {some(names, _SHOWN)}", where=checkpoint.source.path)
+        raise RefusedError(f"two shards would have the same name: {some(names, _SHOWN)}", where=checkpoint.source.path)
     left = _uncounted(checkpoint, container, metadata)
     files = [_File(name, shard.root, shard.part, own) for name, shard, own in zip(names, shards, texts, strict=True)]
     return _Set(files, index, metadata, left)
@@ -241,7 +241,7 @@ def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind
     others = [place for place in places if not is_item(place)]
     kept = [info.storage for info in checkpoint.tensors.values()]
     items = {place.key: place.node for place in places if is_item(place) and place.key is not None}
-    return items, left_behind_at(others, checkpoint.index.storage_of, kept, "shards have no place for attributes")
+    return items, left_behind_at(others, checkpoint.index.storage_of, kept, "shards cannot store attributes")
 
 
 def _laid_out(checkpoint: Checkpoint, folder: Path, writer: Writer, planned: _Set, *, copy_tied: bool) -> Layout:
@@ -332,7 +332,7 @@ def parse_size(size: int | str) -> int:
         )
     nbytes = int(float(match["number"]) * _UNITS[unit.upper()]) if unit else int(match["number"])
     if nbytes == 0:
-        raise UsageError(option("max_shard_size", None) + " is no size of a file", expected=_EXAMPLES, got=size)
+        raise UsageError(option("max_shard_size", None) + " is not a file size", expected=_EXAMPLES, got=size)
     return nbytes
 
 

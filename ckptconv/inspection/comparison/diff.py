@@ -433,7 +433,7 @@ class _Comparison:
                 same, inner = self.pairing.same_parts(place_a.node, place_b.node)
                 alike = [(x, y) for x, y in inner if (x.shape, x.dtype) == (y.shape, y.dtype)]
                 if not (same and len(alike) == len(inner)) and not difference.requires_grad:
-                    difference = replace(difference, made_of=(a.kind, f"{b.kind}, of other parts"))
+                    difference = replace(difference, made_of=(a.kind, f"{b.kind}, with different parts"))
                 keys += [self.values.want(x, y) for x, y in alike]
         if keys or _is_described(difference):
             self.found.append((difference, keys))
@@ -535,7 +535,7 @@ class _Comparison:
     # Notes
 
     def more_notes(self, near: list[str]) -> Iterator[str]:
-        """Yield notes about differences within the tolerance, unread storages, and objects that were not compared.
+        """Yield notes about differences within the tolerance, unread storages, ties, warnings, and data not compared.
 
         `near` are the paths of tensors that differ within the tolerance.
         """
@@ -568,7 +568,7 @@ class _Comparison:
         for side, own, passed_over in zip("AB", self.rest, self.pairing.passed_over, strict=True):
             paths = [*own, *passed_over]
             if paths:
-                what = f"{count(len(paths), 'thing')} in {side} that are not tensors ({self.some(paths)})"
+                what = f"{count(len(paths), 'object')} of {side} other than tensors ({self.some(paths)})"
                 yield f"not compared: {what}; {self.weights_alone[0]}"
 
     def some(self, paths: Sequence[str]) -> str:
@@ -608,11 +608,11 @@ def _why_weights_alone(checkpoint: Checkpoint) -> str | None:
     None if it has other comparable objects.
     """
     if is_exported(checkpoint):
-        return f"of a {checkpoint.format} the weights are compared"
+        return f"only the weights of a {checkpoint.format} are compared"
     if checkpoint.is_state_dict:
         return f"{checkpoint.format} contains only tensors"
     if checkpoint.script_classes is not None:
-        return f"of a {checkpoint.format} archive, only the weights are compared, not the program"
+        return f"only the weights of a {checkpoint.format} archive are compared, not the program"
     return None
 
 

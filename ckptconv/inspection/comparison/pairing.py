@@ -678,7 +678,7 @@ def _parts(node: Node, side: Side) -> list[Value]:
 
 
 def _quantizer(node: Value) -> Value:
-    """Return the argument with the scheme, scale and zero point of the quantized tensor that `node` makes."""
+    """Return the argument with the scheme, scale and zero point of the quantized tensor `node`, or None."""
     part = strided_part(node) if isinstance(node, Call) else None
     return next(iter(part.args.items[4:5]), None) if part else None
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.errors import some
+from ckptconv.errors import at_path, some
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Option
 from ckptconv.inspection.diagnosis.findings import (
@@ -108,8 +108,8 @@ def diagnose(
 
 def danger(concerns: Sequence[Concern]) -> str:
     """Return a text about the dangerous `concerns`, or "" if none is dangerous."""
-    dangers = [f"{concern.name} (at {concern.path})" for concern in concerns if concern.dangerous]
-    said = f"it names {some(dangers)}, which no checkpoint needs, but attacks use: do not load it"
+    dangers = [concern.name + at_path(concern.path) for concern in concerns if concern.dangerous]
+    said = f"it contains {some(dangers)}, which attacks use and no checkpoint needs: do not load it"
     return said if dangers else ""
 
 

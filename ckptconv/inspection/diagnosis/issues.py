@@ -13,7 +13,7 @@ from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, extent, glob_of
 from ckptconv.dtypes import get_dtype
 from ckptconv.edits.devices import FAMILIES
 from ckptconv.edits.names import WRAPPERS, keeps_apart, unwrapped, wrapped_parts
-from ckptconv.errors import count, size, some
+from ckptconv.errors import at_path, count, size, some
 from ckptconv.formats.safetensors_header import METADATA, is_text
 from ckptconv.formats.writers import writer_for
 from ckptconv.hints import Option, literal, option
@@ -46,7 +46,7 @@ def missing_devices(scope: Scope) -> Iterator[Issue]:
         why = (
             "torch restores cpu without an index"
             if odd[0].startswith("cpu:")
-            else "a device that torch alone does not know"
+            else "a device that torch does not know without an extension"
         )
         text = f"{_tensors_on(scope, odd)}: {why}"
         yield Issue("device", text, Fix("-cpu", to_cpu=True), blocks=True)
@@ -220,7 +220,7 @@ def averages(scope: Scope) -> Iterator[Issue]:
         if isinstance(found, StateDict) and _is_average(found.names()):
             part = "" if found.path == "." else f", select={literal(found.path)}"
             path = literal(source.path)
-            at = "" if found.path == "." else f" at {found.path}"
+            at = at_path(found.path)
             text = (
                 f"the average of torch's AveragedModel{at}, with its counter {_AVERAGES}; to resume it, wrap"
                 " the same model with AveragedModel(model):"
@@ -264,7 +264,7 @@ def inner_models(scope: Scope) -> Iterator[Issue]:
     edits = (*([Option("unwrap")] if wrapped else []), Option("strip_prefix", (prefix,)))
     text = (
         f"Lightning put {prefix} before {len(names) - len(others):,} of {count(len(names), 'name')}: the plain model"
-        " has no such names; the command takes the weights alone, without it"
+        " has no such names; the command takes only the weights, without the prefix"
     )
     yield Issue("inner-model", text, Fix("-model", part=tuple(taken), names=edits))
 

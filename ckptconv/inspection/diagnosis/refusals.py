@@ -11,7 +11,7 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule, detached
 from ckptconv.checkpoint.safe_globals import needed_import, refused_opcodes
 from ckptconv.checkpoint.state_dicts import StateDict
-from ckptconv.errors import CkptconvError, count, size, some
+from ckptconv.errors import CkptconvError, at_path, count, size, some
 from ckptconv.formats import opening
 from ckptconv.formats.distributed.rank_names import about_one
 from ckptconv.formats.sharded import index as sharded
@@ -66,7 +66,7 @@ def refusals(
     texts = []
     for word, (first, times) in islice(found.where.items(), SHOWN):
         more = f" and {count(times - 1, 'more place')}" if times > 1 else ""
-        texts.append(f"torch.load(weights_only=True) refuses {word}, at {first}{more}")
+        texts.append(f"torch.load(weights_only=True) refuses {word}{at_path(first)}{more}")
     if len(found.where) > SHOWN:
         texts.append(f"and {len(found.where) - SHOWN:,} more like that: {some(list(found.where)[SHOWN:])}")
     if scope.checkpoint.script_classes is not None:
@@ -90,7 +90,7 @@ def _to_import(found: Refused) -> Issue:
     (name, (first, _)), *others = found.where.items()
     more = f" and {len(others):,} more" if others else ""
     after = f"only after `import {', '.join(modules)}`"
-    text = f"torch.load(weights_only=True) takes {name} (at {first}){more} in a fresh process {after}"
+    text = f"torch.load(weights_only=True) takes {name}{at_path(first)}{more} in a fresh process {after}"
     return Issue("import", text, blocks=True)
 
 
@@ -108,9 +108,9 @@ def _fix(found: Refused, part: LoadablePart | None, unwanted: Sequence[str]) -> 
     is_script = checkpoint.script_classes is not None
     if part is None and unwanted:
         fix = Fix("-loadable", part=(Option("drop", tuple(unwanted)),))
-        return fix, f"without {some(unwanted)} the file loads, with every tensor"
+        return fix, f"without {some(unwanted)}, the file loads with every tensor"
     if part is None:
-        nothing = "no part of it loads without them: load it where their code is installed, and save its tensors"
+        nothing = "each part needs these classes: load it where their code is installed, and save its tensors"
         return None, "it has no state dict" if is_script else nothing
     share = f"{size(part.nbytes)} of {size(_total(checkpoint))}"
     left = found.left_out(part)
@@ -149,8 +149,8 @@ def around(checkpoint: Checkpoint, loading: Loading) -> list[Issue]:
         return []
     found = Refused(checkpoint, [(r.text, r.node) for r in loading.reasons if isinstance(r.node, Node)])
     texts = [reason.text for reason in loading.reasons if reason.node is None]
-    texts += [f"{word} (at {path})" for word, (path, _) in found.where.items()]
-    return [Issue("not known", f"{some(texts)}: whether torch {loading.torch} loads that is not known")]
+    texts += [word + at_path(path) for word, (path, _) in found.where.items()]
+    return [Issue("not known", f"torch {loading.torch} may refuse the file: {some(texts)}")]
 
 
 class Refused:
@@ -355,7 +355,7 @@ def opcodes(checkpoint: Checkpoint) -> list[Issue]:
         protocol = graph.protocol or "0 or 1"  # neither says which it is
         text = f"torch.load(weights_only=True) does not know {some(unknown)}, which pickle protocol {protocol} uses"
     elif graph.protocol > 2:
-        text = f"it was saved with pickle protocol {graph.protocol}, of which torch.load(weights_only=True) warns"
+        text = f"it was saved with pickle protocol {graph.protocol}: torch.load(weights_only=True) prints a warning"
     else:
         return []
     return [Issue("opcodes", text, Fix("-loadable"), blocks=bool(unknown))]

@@ -41,7 +41,7 @@ def test_what_says_no_bytes(monkeypatch: pytest.MonkeyPatch, text: bytes) -> Non
     """Characters above 255, and what is no UTF-8, wherever steps end."""
     for step in (1, 2, 100):
         monkeypatch.setattr(reading, "_STEP", step)
-        with pytest.raises(MalformedError, match=r"^a\.pt: a text that stands for bytes has characters"):
+        with pytest.raises(MalformedError, match=r"^a\.pt: a text that encodes bytes has characters"):
             said(text)
 
 

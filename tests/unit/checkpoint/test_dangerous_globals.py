@@ -209,12 +209,12 @@ UNKNOWN = [
 GETATTR = [
     (b"cbuiltins\ngetattr\nctorch.nn\nModule\nX\x0b\0\0\0__globals__\x86R.", "builtins.getattr of '__globals__'"),
     (b"c__builtin__\ngetattr\nctorch\nserialization\nU\x02os\x86R.", "builtins.getattr of 'os'"),
-    (b"cbuiltins\ngetattr\nctorch\nserialization\ncmine\nname\n)R\x86R.", "builtins.getattr of what is computed"),
-    (b"cbuiltins\ngetattr\n)R.", "builtins.getattr of what is computed"),
+    (b"cbuiltins\ngetattr\nctorch\nserialization\ncmine\nname\n)R\x86R.", "builtins.getattr of a computed name"),
+    (b"cbuiltins\ngetattr\n)R.", "builtins.getattr of a computed name"),
     (b"coperator\nattrgetter\nX\x13\0\0\0__init__.__code__xx\x85R.", None),
     (b"coperator\nattrgetter\nX\x11\0\0\0__init__.__code__\x85R.", "operator.attrgetter of '__init__.__code__'"),
     (b"coperator\nmethodcaller\nX\x0e\0\0\0__subclasses__\x85R.", "operator.methodcaller of '__subclasses__'"),
-    (b"cfunctools\npartial\ncbuiltins\ngetattr\n\x85R.", "builtins.getattr, not called"),
+    (b"cfunctools\npartial\ncbuiltins\ngetattr\n\x85R.", "builtins.getattr, passed as a value"),
     (b"(cbuiltins\ngetattr\nctorch.nn\nModule\nX\x0b\0\0\0__globals__o0N.", "builtins.getattr of '__globals__'"),
     (b"cbuiltins\ngetattr\ncmine\nfiles\nX\x03\0\0\0_os\x86R.", "builtins.getattr of '_os'"),
     (
@@ -230,8 +230,8 @@ GETATTR = [
     (b"cmine\nf\ncoperator\nattrgetter\nX\x03\0\0\0sys\x85R\x85R.", "operator.attrgetter of 'sys'"),
     (b"cmine\nNet\n](coperator\nattrgetter\nX\x03\0\0\0sys\x85Re\x85R.", "operator.attrgetter of 'sys'"),
     (b"](cbuiltins\ngetattr\nK\x01e.", None),
-    (b"cmine\nNet\n](cbuiltins\ngetattr\nK\x01e\x85R.", "builtins.getattr, not called"),
-    (b"](cbuiltins\ngetattr\nK\x01eq\x00cmine\nNet\nh\x00\x85R\x86.", "builtins.getattr, not called"),
+    (b"cmine\nNet\n](cbuiltins\ngetattr\nK\x01e\x85R.", "builtins.getattr, passed as a value"),
+    (b"](cbuiltins\ngetattr\nK\x01eq\x00cmine\nNet\nh\x00\x85R\x86.", "builtins.getattr, passed as a value"),
     (b"cbuiltins\ngetattr\ncmine\nNet\nX\x05\0\0\0Inner\x86R.", None),
     (b"cbuiltins\ngetattr\ncmine\nNet\nX\x04\0\0\0eval\x86R.", None),
 ]
@@ -244,7 +244,7 @@ def rebuilt(core: str) -> bytes:
 
 #: Pickles, and what is dangerous in them.
 PICKLES: dict[str, tuple[bytes, list[str]]] = {
-    "a call whose result is thrown away": (b"cos\nsystem\n(X\x01\x00\x00\x00xtR0N.", ["os.system"]),
+    "a call whose result is discarded": (b"cos\nsystem\n(X\x01\x00\x00\x00xtR0N.", ["os.system"]),
     "below protocol 3, __builtin__ is builtins": (b"\x80\x02c__builtin__\neval\n.", ["builtins.eval"]),
     "from 3 on it is what it says to Python": (b"\x80\x04c__builtin__\neval\n.", ["__builtin__.eval"]),
     "STACK_GLOBAL takes its names from the stack": (
@@ -294,7 +294,7 @@ PICKLES: dict[str, tuple[bytes, list[str]]] = {
     ),
     "an attrgetter of more names than are looked at": (
         b"\x80\x02coperator\nattrgetter\n(" + b"X\x01\0\0\0a" * 51 + b"tRcmine\nNet\n\x85R.",
-        ["operator.attrgetter of more names than are looked at"],
+        ["operator.attrgetter of too many names to check"],
     ),
     "numpy.memmap called": (MEMMAP + b"(X\x01\0\0\0xtR.", ["numpy.memmap"]),
     "numpy.memmap made": (b"\x80\x02" + MEMMAP + b"X\x01\0\0\0x\x85\x81.", ["numpy.memmap"]),
@@ -317,7 +317,7 @@ def test_a_function_that_can_be_too_much_is_not_known() -> None:
     states = b"".join(b"(cmine\nf%d\n)}Ntb" % i for i in range(60))
     data = b"\x80\x02cfunctools\npartial\ncmine\nf\n\x85R" + states + b")R."
     graph, _ = parse(lambda offset, length: data[offset : offset + length], len(data), where="here")
-    assert [what for what, _, kind in reaches(graph) if kind == "unknown"] == ["a call of what a call gives"]
+    assert [what for what, _, kind in reaches(graph) if kind == "unknown"] == ["a call of the result of a call"]
 
 
 def test_what_a_call_gives_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,7 +299,7 @@ def test_what_stays_is_said_in_groups(tmp_path: Path) -> None:
             )
         ),
     }
-    assert {left[path].why for path in (*own, *nbytes)} == {"not part of the state dict of .weight"}
+    assert {left[path].why for path in (*own, *nbytes)} == {"not part of the state dict at .weight"}
     numbers = f"{3 * len(TORCHS_OWN) - 1} attributes of 3 modules"
     assert left[".weight"].why == f"attributes that torch adds to every module (hooks, training; {numbers})"
     assert not [path for path in left.keys() - own if path.rpartition("/.")[2] in TORCHS_OWN]
@@ -543,7 +543,7 @@ def twice_in_the_next() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("make", "trouble"),
-    [(in_itself, "a module stands in itself, at deep.self"), (twice_in_the_next, "too many")],
+    [(in_itself, "a module contains itself, at deep.self"), (twice_in_the_next, "too many")],
     ids=["a module in itself", "a billion names"],
 )
 def test_what_gives_no_state_dict_is_refused(make: Callable[[], nn.Module], trouble: str, tmp_path: Path) -> None:
@@ -551,7 +551,7 @@ def test_what_gives_no_state_dict_is_refused(make: Callable[[], nn.Module], trou
     zoo.save({"model": make()}, tmp_path / "m.pt", ["cuda:0"])
     assert trouble in str(inspect(tmp_path / "m.pt").modules[0].trouble)
     refused(
-        RefusedError, f"model gives no state dict: .*{trouble}", tmp_path / "m.pt", tmp_path / "out.pt", state_dict=True
+        RefusedError, f"model has no state dict: .*{trouble}", tmp_path / "m.pt", tmp_path / "out.pt", state_dict=True
     )
     convert(tmp_path / "m.pt", tmp_path / "cpu.pt", "--to", "cpu")
 
@@ -656,7 +656,7 @@ def test_packed_weights_are_taken(name: str, tmp_path: Path) -> None:
         assert not state
     if name != "half":
         refused(
-            RefusedError, r"safetensors cannot hold .*\(quantized\)", tmp_path / "src.pt", tmp_path / "out.safetensors"
+            RefusedError, r"safetensors cannot store .*\(quantized\)", tmp_path / "src.pt", tmp_path / "out.safetensors"
         )
 
 
@@ -667,9 +667,9 @@ def test_what_a_person_sees(tmp_path: Path, command: Command) -> None:
     lines = command("inspect", tmp_path / "m.pt").out.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("  module "))
     assert [line.strip().removeprefix("module        ") for line in lines[at : at + 3]] == [
-        "model: a whole torch.nn.modules.container.ModuleDict, 7 names, 15 parameters, all start with real.",
+        "model: a pickled torch.nn.modules.container.ModuleDict, 7 names, 15 parameters, all start with real.",
         "as a state dict: real.0.weight, real.0.bias, real.1.weight, real.1.bias, real.1.running_mean, … 2 more",
-        "without a tensor that is known: lazy.weight, lazy.bias",
+        "unknown tensors: lazy.weight, lazy.bias",
     ]
     assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("  values")] == ["epoch = 7"]
 

@@ -40,7 +40,7 @@ def test_a_jagged_tensor_is_one_tensor(jagged: Path) -> None:
 
 def test_safetensors_cannot_hold_a_jagged_tensor(jagged: Path, tmp_path: Path) -> None:
     """It is refused by name; left out, the rest is written."""
-    refused(RefusedError, r"cannot hold j \(jagged\).*exclude='j'", jagged, tmp_path / "out.safetensors")
+    refused(RefusedError, r"cannot store j \(jagged\).*exclude='j'", jagged, tmp_path / "out.safetensors")
     ckptconv.convert(jagged, tmp_path / "out.safetensors", exclude="j")
     assert [*ckptconv.load(tmp_path / "out.safetensors")] == ["values", "w"]
 

@@ -175,7 +175,7 @@ def test_agrees_with_torch_on_what_no_pickler_writes(data: bytes) -> None:
 def test_a_popped_call_is_an_obstacle() -> None:
     """A call whose result is thrown away cannot be said without POP."""
     graph = graph_of(b"\x80\x02ctorch\nSize\n)\x85R0N.")
-    assert [reason for reason, _ in obstacles(graph)] == ["a call whose result is thrown away"]
+    assert [reason for reason, _ in obstacles(graph)] == ["a call whose result is discarded"]
 
 
 # Generated pickles: the simulation against torch's unpickler

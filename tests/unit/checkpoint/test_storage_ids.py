@@ -87,12 +87,12 @@ def test_changed_id_is_another_that_differs_in_what_is_given_alone(change: dict[
 @pytest.mark.parametrize(
     ("id_", "what"),
     [
-        ("storage", "names no storage"),
-        (Tuple([]), "names no storage"),
-        (Tuple(["module", HALF, "7", "cpu", 3]), "names no storage"),
-        (Tuple(["storage", "HalfStorage", "7", "cpu", 3]), "names no storage class"),
-        (Tuple(["storage", Global("numpy", "HalfStorage"), "7", "cpu", 3]), "names no storage class"),
-        (Tuple(["storage", Global("torch", "Tensor"), "7", "cpu", 3]), "names no storage class"),
+        ("storage", "does not name a storage"),
+        (Tuple([]), "does not name a storage"),
+        (Tuple(["module", HALF, "7", "cpu", 3]), "does not name a storage"),
+        (Tuple(["storage", "HalfStorage", "7", "cpu", 3]), "does not name a storage class"),
+        (Tuple(["storage", Global("numpy", "HalfStorage"), "7", "cpu", 3]), "does not name a storage class"),
+        (Tuple(["storage", Global("torch", "Tensor"), "7", "cpu", 3]), "does not name a storage class"),
         (Tuple(["storage", HALF, 7, "cpu", 3]), "has parts of wrong types"),
         (Tuple(["storage", HALF, "7", "", 3]), "has parts of wrong types"),
         (Tuple(["storage", HALF, "7", None, 3]), "has parts of wrong types"),

@@ -211,7 +211,7 @@ def test_verify(tmp_path: Path, command: Command) -> None:
     said = command("verify", tmp_path / "plain.pt", "--torch", "3.0").out
     assert "not known to load" in said and "torch 3.0 (known: 2.6 to 2.15), loads in torch 2.6 to 2.15" in said
     (finding,) = ckptconv.verify(tmp_path / "plain.pt", strict=True, torch="3.0").findings
-    assert finding.level == "not proved" and finding.got == "rules that are not known; those of torch 2.6 to 2.15 are"
+    assert finding.level == "not proved" and finding.got == "ckptconv knows the rules of torch 2.6 to 2.15 only"
 
 
 def test_safetensors(tmp_path: Path, command: Command) -> None:

@@ -103,7 +103,7 @@ def test_what_a_mapping_holds_when_it_is_used() -> None:
     assert found_in(used + item) == []
     early = b"}q\x00K\x01K\x02sctorch._utils\n_rebuild_parameter_with_state\n(N\x89Nh\x00tR"
     assert [each.text for each in found_in(b"(" + early + b"t")] == [
-        "torch._utils._rebuild_parameter_with_state: an attribute's name is no text"
+        "torch._utils._rebuild_parameter_with_state: an attribute's name is not a string"
     ]
 
 

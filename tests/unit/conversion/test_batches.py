@@ -624,7 +624,7 @@ def test_processes_of_our_own(run_folder: Path, monkeypatch: pytest.MonkeyPatch)
         assert outcome.error is not None
         assert outcome.error.hint == "force=True replaces it, skip_existing=True keeps the existing output"
     for outcome in convert_many(jobs_in("run", "other", map_location=lambda tag: "cpu")):
-        assert "cannot be handed to another process" in str(outcome.error)
+        assert "cannot be sent to another process" in str(outcome.error)
     assert convert_many([]) == []
 
 

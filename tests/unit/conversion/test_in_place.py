@@ -458,14 +458,14 @@ def test_whose_journal_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, 
         not_undone(ckptconv.CkptconvError, why, checkpoint)
 
     path.chmod(0o620)
-    distrusted("others may write it")
+    distrusted("other users can write to it")
     path.chmod(0o600)
     os.link(path, tmp_path / "second")
-    distrusted("several names")
+    distrusted("hard links")
     (tmp_path / "second").unlink()
     if os.getuid() == 0:
         os.chown(path, 12345, -1)
-        distrusted("belongs to another user")
+        distrusted("its owner is not the owner of the file")
     path.unlink()
     (tmp_path / "elsewhere").write_bytes(whole)
     path.symlink_to(tmp_path / "elsewhere")
@@ -685,9 +685,12 @@ def test_inspect_shows_what_a_change_left(checkpoint: Path, command: Command) ->
 
 def test_a_reader_and_a_writer_at_once(checkpoint: Path) -> None:
     """Neither waits for the other."""
-    with ckptconv.open(checkpoint), pytest.raises(ckptconv.RefusedError, match="another process reads or changes"):
+    with ckptconv.open(checkpoint), pytest.raises(ckptconv.RefusedError, match="another process is using"):
         ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
-    with in_place.open_locked(checkpoint), pytest.raises(ckptconv.InputError, match="another process changes the file"):
+    with (
+        in_place.open_locked(checkpoint),
+        pytest.raises(ckptconv.InputError, match="another process is changing the file"),
+    ):
         ckptconv.inspect(checkpoint)
 
 
@@ -806,7 +809,7 @@ def test_a_set_of_which_a_journal_is_gone(sharded: Path, *, undone: bool) -> Non
     else:
         journal_path(shard).unlink()
     before = contents(sharded)
-    error = not_undone(ckptconv.RefusedError, "one by one since then", sharded)
+    error = not_undone(ckptconv.RefusedError, "separately since then", sharded)
     assert shard.name in str(error)
     assert contents(sharded) == before
 
@@ -1194,7 +1197,7 @@ def test_a_file_that_is_replaced_cannot_be_changed_meanwhile(checkpoint: Path, m
 
     monkeypatch.setattr(output_files.os, "replace", replace)
     ckptconv.convert(other, checkpoint, map_location="cpu", force=True)
-    said = "another process reads or changes the file"
+    said = "another process is using the file"
     assert refused == [f"before: {said}", f"after: {said}"]
 
 

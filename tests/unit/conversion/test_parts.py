@@ -128,7 +128,7 @@ def test_limits_can_be_lowered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(LimitError, match="nested too deeply"):
             ckptconv.inspect(tmp_path / "m.pt")
         for wrong in ({"nesting": 3}, {"nesting": 0}, {"depth": 1}):
-            with pytest.raises(ValueError, match="lowers no limit"):
+            with pytest.raises(ValueError, match="does not lower the limit"):
                 lower(**wrong)
     finally:
         object.__setattr__(LIMITS, "nesting", before)

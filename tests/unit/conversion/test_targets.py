@@ -308,7 +308,7 @@ def test_what_inputs_and_output_mean(
         ),
         ("a.pt run", "a.pt", {}, UsageError, "need a folder"),
         ("a.pt", "b.pt", {"max_shard_size": 1}, UsageError, "folder"),
-        ("hub", "b.safetensors", {"format": "pt"}, UsageError, "the suffix says"),
+        ("hub", "b.safetensors", {"format": "pt"}, UsageError, "the suffix means"),
         ("run", "run/out", {}, UsageError, "inside the input"),
         ("hub", "hub/out", {}, UsageError, "inside the input"),
         ("hub a.pt", "hub", {}, UsageError, "inside the input"),

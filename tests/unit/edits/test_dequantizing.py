@@ -261,7 +261,7 @@ LONE = "a weight has no scale, or a scale has no weight"
         ({"a.weight": torch.rand(200, 300)}, None, f"{LONE}: a.weight_scale_inv"),
         ({"a.weight_scale": torch.rand(1)}, None, "a.weight has several scales"),
         ({"a.weight_zero_point": torch.rand(1)}, None, "a.weight has a zero point, a.weight_zero_point"),
-        ({"a.weight_scale_inv": torch.ones(2, 3, dtype=torch.int32)}, None, "a dtype that is no scale's"),
+        ({"a.weight_scale_inv": torch.ones(2, 3, dtype=torch.int32)}, None, "a dtype that scales do not have"),
         ({"a.weight_packed": codes(4, 16), "a.weight_scale": codes(4, 3)}, None, "fit a.weight_packed [4, 32]"),
     ],
 )  # fmt: skip
@@ -319,7 +319,9 @@ def test_inspect_shows_layouts(tmp_path: Path) -> None:
     (state_dict,) = ckptconv.inspect(tmp_path / "src.safetensors").state_dicts
     assert state_dict.quantized == {"fp8 in blocks of 128×128": 2, "MXFP4": 1}
     assert state_dict.parameters == 2 * 200 * 300 + 3 + 4 * 64
-    assert "quantized: 2 as fp8 in blocks of 128×128, 1 as MXFP4" in str(ckptconv.inspect(tmp_path / "src.safetensors"))
+    assert "quantized: 2 weights as fp8 in blocks of 128×128, 1 weight as MXFP4" in str(
+        ckptconv.inspect(tmp_path / "src.safetensors")
+    )
 
 
 def test_a_tensor_of_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -660,8 +660,8 @@ CONTRADICTIONS: dict[str, tuple[Any, Any, type[ckptconv.CkptconvError], str]] = 
         for case, rule, kind, error in (
             ("a typo", "nothing=bf16", ckptconv.NoMatchError, "no name in a state dict matches 'nothing'"),
             ("what is no tensor", "epoch/*=bf16", ckptconv.NoMatchError, r"no tensor matches 'epoch/\*'"),
-            ("integers by a glob", "*steps=bf16", ckptconv.NoMatchError, "means no floating-point tensor"),
-            ("weights as integers", "model/a=int32", ckptconv.UsageError, "whose numbers do not become integers"),
+            ("integers by a glob", "*steps=bf16", ckptconv.NoMatchError, "matches no floating-point tensor"),
+            ("weights as integers", "model/a=int32", ckptconv.UsageError, "which is not cast to integers"),
             ("a path with brackets", "model/[a]=int32", ckptconv.NoMatchError, "no tensor matches"),
         )
     },
@@ -682,19 +682,19 @@ CONTRADICTIONS: dict[str, tuple[Any, Any, type[ckptconv.CkptconvError], str]] = 
         {"a.w": WEIGHT, "b.w": WEIGHT, "c": torch.ones(1)},
         ["bf16", "*.w=bf16", "a.*=fp16"],
         ckptconv.UsageError,
-        "two rules say what becomes of a.w",
+        "two rules match a.w",
     ),
     "two names of one tensor": (
         {"a.w": WEIGHT, "b.w": WEIGHT, "c": torch.ones(1)},
         ["bf16", "a.w=bf16", "b.w=fp16"],
         ckptconv.UsageError,
-        "two rules say what becomes of a.w and b.w, which are one tensor",
+        "two rules match a.w and b.w, which are one tensor",
     ),
     "two globs for what is in layers": (
         LAYERS,
         ["layers.*=fp16", "*.norm=fp64"],
         ckptconv.UsageError,
-        r"two rules say what becomes of layers.0.norm .*layers.0.\* in layers",
+        r"two rules match layers.0.norm .*layers.0.\* in layers",
     ),
 }
 
@@ -745,7 +745,7 @@ CASTS: dict[str, Case] = {
         "bf16",
         ["bfloat16", "float8_e4m3fn", "complex64", "float32", "bfloat16", "bfloat16", "float32"],
         {
-            "float8_e4m3fn goes with scales, so only a GLOB casts it": ["f8"],
+            "float8_e4m3fn has scales, so only a GLOB casts it": ["f8"],
             "complex": ["z"],
             "sparse": ["s"],
             "meta": ["meta"],
@@ -759,7 +759,7 @@ CASTS: dict[str, Case] = {
         },
         "float8_e5m2",
         ["float8_e5m2", "float32", "float8_e5m2"],
-        {"torch loads no float8_e5m2 that requires grad and is no Parameter": ["leaf"]},
+        {"torch cannot load a float8_e5m2 that requires grad and is not a Parameter": ["leaf"]},
     ),
     "a storage under two dtypes": Case(
         {"f8": F8, "bits": F8.view(torch.uint8)},
@@ -771,7 +771,7 @@ CASTS: dict[str, Case] = {
         {"model": {"w": STORAGE, "v": STORAGE[1:]}, "raw": STORAGE._typed_storage()},
         "bf16",
         ["float32", "float32"],
-        {"something else refers to the storage": ["model/w", "model/v"]},
+        {"another object refers to the storage": ["model/w", "model/v"]},
     ),
     "a storage that ends within an element": Case(
         {
@@ -786,14 +786,14 @@ CASTS: dict[str, Case] = {
         AVERAGED,
         "model/*=bf16",
         ["bfloat16"] * 101 + ["float32"],
-        notes=("ema/0.w, queue[0], ema/1.w and 48 more go too: each is one tensor with what dtype names",),
+        notes=("also cast, because they are tied to cast tensors: ema/0.w, queue[0], ema/1.w and 48 more",),
     ),
     "floating-point tensors beside the weights": Case(
         AVERAGED,
         "bf16",
         ["bfloat16"] * 101 + ["float32"],
-        {"beside the weights; './queue[1]=bfloat16' would name it": ["queue[1]"]},
-        ("queue[0] goes too: it is one tensor with what dtype names",),
+        {"not weights; './queue[1]=bfloat16' casts it": ["queue[1]"]},
+        ("also cast, because they are tied to cast tensors: queue[0]",),
     ),
     **{
         f"a glob gives way to one that it includes, {i}": Case(
@@ -811,7 +811,7 @@ CASTS: dict[str, Case] = {
         "optimizer/*=bf16",
         ["float32", "bfloat16", "float32"],
         {
-            "an optimizer's steps, of which fewer bits lose count: only the whole path casts them": [
+            "an optimizer's steps, which fewer bits would round: only the full path casts them": [
                 "optimizer/state[0]/step"
             ]
         },
@@ -961,7 +961,7 @@ def test_references_in_odd_places_keep_the_storage(build: Callable[[Any], Any], 
         return
     for edits in ({"dtype": "bf16"}, {"compact": True}):
         report = ckptconv.convert(src, tmp_path / "dst.pt", force=True, **edits)
-        why = "something else refers to the storage"
+        why = "another object refers to the storage"
         assert report.changes.not_cast.get(why, []) == (["model/w"] if "dtype" in edits else [])
         assert not report.changes.dtypes
         assert report.changes.compacted == (0, 0)
@@ -1024,17 +1024,16 @@ def test_very_many_views_of_one_storage(tmp_path: Path) -> None:
 LINES = """\
   dtypes        float32 → float16: 3 tensors, 6.42 kB → 3.21 kB
   dtypes        float32 → bfloat16: 1 tensor, 12 B → 6 B
-  not cast      beside the weights; './queue[1]=float16' would name it: queue[1]
-  not cast      float8_e4m3fn goes with scales, so only a GLOB casts it:
-                model/scales
+  not cast      not weights; './queue[1]=float16' casts it: queue[1]
+  not cast      float8_e4m3fn has scales, so only a GLOB casts it: model/scales
   not cast      complex: model/phases
   overflow      2 numbers too large for the new dtype:
                 model/layers.0.attention.weight, queue[0] (2)
   separated     they shared a storage and were cast differently:
                 model/layers.0.attention.weight, queue[0] (float16) |
                 model/layers.0.attention.bias (bfloat16)
-  compacted     2.72 kB that no tensor uses removed from 1 storage
-  note          queue[0] goes too: it is one tensor with what dtype names"""
+  compacted     removed 2.72 kB that no tensor uses, from 1 storage
+  note          also cast, because they are tied to cast tensors: queue[0]"""
 
 
 def test_every_line_at_80_columns(tmp_path: Path) -> None:
@@ -1086,7 +1085,7 @@ def test_what_torch_reads_the_wrong_way_round_is_not_made(tmp_path: Path) -> Non
     turned_round({"n": torch.tensor([258, 3], dtype=torch.int32), "w": torch.ones(2)}, tmp_path / "src.pt")
     for name in ("uint16", "uint32"):
         report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype=f"n={name}", force=True)
-        assert report.changes.not_cast == {f"torch reads {name} the wrong way round in a big-endian file": ["n"]}
+        assert report.changes.not_cast == {f"torch reads {name} with the wrong byte order in a big-endian file": ["n"]}
         assert torch.load(tmp_path / "dst.pt")["n"].tolist() == [258, 3]
     found = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype=["float8_e5m2", "n=int16"], force=True)
     assert not found.changes.not_cast
@@ -1101,7 +1100,7 @@ def test_what_torch_cannot_cast_is_named_before(tmp_path: Path) -> None:
     assert report.changes.not_cast["bits8"] == ["bits"]
     assert "late" in [path for paths in report.changes.not_cast.values() for path in paths]
     found, report = round_trip(tmp_path, {"late": torch._neg_view(torch.ones(2))}, dtype="float8_e5m2")
-    assert report.changes.not_cast == {"torch cannot negate float8_e5m2, which is still to be done": ["late"]}
+    assert report.changes.not_cast == {"torch cannot negate float8_e5m2, which loading this tensor needs": ["late"]}
     assert found["late"].tolist() == [-1.0, -1.0]
 
 
@@ -1111,7 +1110,7 @@ def test_one_tensor_under_very_many_names(tmp_path: Path) -> None:
     weight = torch.ones(2)
     _, report = round_trip(tmp_path, {f"w{i}": weight for i in range(20_000)}, dtype="w0=bf16")
     assert report.changes.dtypes["float32", "bfloat16"].tensors == 1
-    assert "and 19,996 more go too" in report.notes[0]
+    assert "and 19,996 more" in report.notes[0]
 
 
 # Quantized weights
@@ -1169,12 +1168,12 @@ def test_weights_with_a_scale_and_without(tmp_path: Path) -> None:
     report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype="float8_e5m2")
     said = {why: sorted(paths) for why, paths in report.changes.not_cast.items() if why.startswith("float8")}
     assert said == {
-        "float8_e4m3fn that has a scale, by which no cast multiplies it": [
+        "float8_e4m3fn that has a scale, which a cast does not apply": [
             "block.weight",
             "comfy.weight",
             "experts.up",
         ],
-        "float8_e4m3fn goes with scales, so only a GLOB casts it": ["bare.weight"],
+        "float8_e4m3fn has scales, so only a GLOB casts it": ["bare.weight"],
     }
 
 

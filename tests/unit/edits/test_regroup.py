@@ -280,7 +280,7 @@ def test_numbers_by_name(tmp_path: Path) -> None:
     state = {"qkv.weight": numbered(12, 2)}
     rule = "qkv.weight = q.weight:$heads, k.weight:$text_config.kv, v.weight:$text_config.kv"
     expected = dict(zip(("q.weight", "k.weight", "v.weight"), state["qkv.weight"].split([8, 2, 2]), strict=True))
-    with pytest.raises(UsageError, match=r"nothing says how much \$heads, \$text_config.kv is.*sizes='heads=N'"):
+    with pytest.raises(UsageError, match=r"the value of \$heads, \$text_config.kv is not known.*sizes='heads=N'"):
         regrouped(tmp_path, state, rule)
     same(regrouped(tmp_path, state, rule, sizes={"heads": 4, "text_config.kv": 1}), expected)
     (tmp_path / "sizes.json").write_text(json.dumps({"heads": 8, "text_config": {"kv": 2}}))
@@ -326,7 +326,7 @@ def test_shards(tmp_path: Path, moe: State) -> None:
     with pytest.raises(RefusedError, match="a part is missing"):
         ckptconv.convert(folder / "model-00001-of-00002.safetensors", tmp_path / "x.safetensors", regroup=MIXTRAL[0])
     save_file({f"e.{i}.w": numbered(2) for i in range(3)}, one := tmp_path / "model-00001-of-00002.safetensors")
-    with pytest.raises(RefusedError, match="parts to stack can be in another one"):  # e.3.w, and nobody knows
+    with pytest.raises(RefusedError, match="other parts can be in the others"):  # e.3.w, and nobody knows
         ckptconv.convert(one, tmp_path / "x.safetensors", regroup="e.{i}.w = e.w")
     assert not (tmp_path / "x.safetensors").exists()
 
@@ -405,26 +405,26 @@ SENSELESS = {
     "q = a:1, b": "a part has no share",
     "q = a[1], b": "a part has no size",
     "q = a[1], b:1": "some parts have shares and others sizes",
-    "q = a:0, b:1": "makes no sense",
-    "q = a:01, b:1": "makes no sense",
-    "q = a:1, b:1 @0": "makes no sense",
-    "q = a @0, b": "@ stands after the whole",
+    "q = a:0, b:1": "is not valid",
+    "q = a:01, b:1": "is not valid",
+    "q = a:1, b:1 @0": "is not valid",
+    "q = a @0, b": "@ is written after the whole",
     "q:1 = a:1, b:1": "shares and sizes are for parts",
     "q @0 = a": "this is a rename",
-    "x.{e} = a @0": "there is one part",
+    "x.{e} = a @0": "a rule with one part cuts nothing",
     "x.{e}.{e} = a": "in one name twice",
-    "x.{e}{f} = a": "nobody can tell",
-    "x.{e}1 = a": "nobody can tell",
-    "x.*{e} = a.*": "nobody can tell",
+    "x.{e}{f} = a": "is ambiguous",
+    "x.{e}1 = a": "is ambiguous",
+    "x.*{e} = a.*": "is ambiguous",
     "x.{e = a": "a number in a name",
-    "x.{n} = y.{m}": "a number that the other has not",
+    "x.{n} = y.{m}": "a number that the other does not",
     "x.{n}.a:1, x.{m}.b:1 = y": "all parts have the same numbers",
     "a.{n} = b:1, c:1": "the whole has a number",
     "x.** = y.**": "at most one",
     "**.x = y": "the same wildcards",
-    "- = a": "- stands for",
-    "q = -": "- stands for",
-    "q = -, a:1": "- stands for",
+    "- = a": "- is a part that a split drops",
+    "q = -": "- is a part that a split drops",
+    "q = -, a:1": "- is a part that a split drops",
     "q = a b": "needs a backslash",
 }
 
@@ -445,7 +445,7 @@ UNFIT: dict[str, tuple[State, tuple[str, ...], str]] = {
     "too small for a dash": (_PAIR, ("q = a[5], -",), "the sizes in the rule are not those of q"),
     "groups": (_PAIR, ("q @0/3 = a:1, b:1",), "not divisible by 3 groups"),
     "dtypes": (_PAIR, ("k, i = a",), "differ in dtype"),
-    "another dimension": (_PAIR, ("k, o = a",), "differ in another dimension"),
+    "another dimension": (_PAIR, ("k, o = a",), "differ in a dimension other"),
     "sizes of a join": (_PAIR, ("q:1, k:1 = a",), "other sizes along dimension 0"),
     "missing": (_PAIR, ("q, x = a",), "a part is missing: x"),
     "beyond": (_PAIR, ("q @2 = a:1, b:1",), "no dimension 2"),
@@ -464,7 +464,7 @@ UNFIT: dict[str, tuple[State, tuple[str, ...], str]] = {
     ),
     "shapes": ({"x.0": numbered(1), "x.1": numbered(2)}, ("x.{e} = y",), "differ in shape"),
     "two names": ({"x.0": numbered(1)}, ("x.{n}, *.{n} = y",), "wildcards"),
-    "both sides": ({"a.b": numbered(4)}, ("a.b = a.b:1, c.d:1",), "meant by two names"),
+    "both sides": ({"a.b": numbered(4)}, ("a.b = a.b:1, c.d:1",), "two names of the rule match"),
     "layer norms": (
         {"qkv.weight": numbered(4), "qkv.layer_norm_weight": numbered(4)},
         ("qkv.* = q.*:1, k.*:1",),
@@ -538,7 +538,7 @@ def test_files_that_are_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             regrouped(tmp_path, state, "w = a:$n, b:1", sizes=size)
     for value in (0, -1, True, 2.0, "2", [2], None):
         (tmp_path / "config.json").write_text(json.dumps({"n": value}))
-        with pytest.raises(UsageError, match=r"nothing says how much \$n is"):
+        with pytest.raises(UsageError, match=r"the value of \$n is not known"):
             regrouped(tmp_path, state, "w = a:$n, b:1")
     rules.write_text("w = a:1, b:1\n")
     assert regrouped(tmp_path, state, rules=str(rules)).keys() == {"a", "b"}

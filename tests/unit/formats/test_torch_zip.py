@@ -398,7 +398,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     ),
     # shorter or longer than the elements that the pickle claims
     **{
-        f"a record of {size} bytes for 16": (torch_zip_of(FOUR_FLOATS, {"data/0": bytes(size)}), "another size")
+        f"a record of {size} bytes for 16": (torch_zip_of(FOUR_FLOATS, {"data/0": bytes(size)}), "a different size")
         for size in (0, 15, 17, 1000)
     },
     "one key of two sizes": (torch_zip(storage(), storage(numel=integer(3))), "described in two ways"),

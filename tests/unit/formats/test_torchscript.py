@@ -312,7 +312,7 @@ def test_inspect_names_the_format_and_the_devices(save: Save, capsys: pytest.Cap
     assert f"{path}: TorchScript, " in said.splitlines()[0]
     assert re.search(r"^fc\.weight\tfloat32\t2×2\tcpu", said, re.MULTILINE)
     assert (
-        "devices in its code, which no map_location changes: cuda:1 ×2 (first in"
+        "devices in its code, which map_location does not change:  cuda:1 ×2 (first in"
         " code/__torch__/tests/unit/formats/test_torchscript.py), " in said
     )
     assert "cuda ×1 (" in said and "cpu ×1 (" in said
@@ -411,7 +411,7 @@ def test_every_archive_of_the_corpus(corpus: Path, dst: Path, safe: Path) -> Non
             taken += len(wanted)
     assert taken > 30
     (old,) = corpus.glob("*tch-rs/tests/foo.pt")
-    unreadable(old, UnsupportedError, r"a TorchScript archive as torch wrote it before 1\.3")
+    unreadable(old, UnsupportedError, r"a TorchScript archive from torch before 1\.3")
     with pytest.raises(RuntimeError, match="Legacy model format"):
         state_dict_of(old)
 
@@ -538,7 +538,7 @@ def test_modules_in_one_another_end() -> None:
     outer = module("M", inner=inner)
     add(inner, "outer", outer)
     for root in (alone, outer):
-        assert "stands in itself" in str(module_of(root, w).trouble)
+        assert "contains itself" in str(module_of(root, w).trouble)
 
 
 def test_modules_that_double_at_each_level_end() -> None:
@@ -629,6 +629,6 @@ def test_code_that_says_too_much_is_refused(save: Save, line: bytes) -> None:
     many = line * (LIMITS.script_words + 1)
     rezip(path, path, {name: data + many for name, data in records_of(path).items() if name.endswith(".py")})
     with memory_below(250_000_000):
-        unreadable(path, LimitError, "says too much")
+        unreadable(path, LimitError, "has too many names")
     rezip(path, path, method=zipfile.ZIP_DEFLATED)
     unreadable(path, LimitError, "too large")

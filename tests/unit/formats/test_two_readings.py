@@ -62,7 +62,7 @@ def test_every_spelling_of_a_checksum(spelled: bytes, signed: bool) -> None:
     data = checksummed(block, spelled, signed=signed)
     assert opens(data)
     for name in NAMES:
-        assert other_reading(data, name) == "a tar archive, which torch.load looks for first"
+        assert other_reading(data, name) == "a tar archive, which torch.load checks for first"
     data = b"d" + data[1:]
     assert not opens(data) and not other_reading(data)
 
@@ -169,7 +169,7 @@ NAMED = {
 def test_what_a_pickle_at_the_first_byte_names(opcodes: bytes) -> None:
     """What could be a module, a code that is used, an id that somebody could mean: not what a header has by chance."""
     data = pickle_in_safetensors(opcodes)
-    assert other_reading(data) == (f"a pickle, which names {NAMED[opcodes]}" if NAMED[opcodes] else "")
+    assert other_reading(data) == (f"a pickle that contains {NAMED[opcodes]}" if NAMED[opcodes] else "")
     for name in NAMES:
         if name != safetensors.NAME:  # these are read as pickles, or start with an opcode that stops every unpickler
             assert not other_reading(data, name)
@@ -194,7 +194,7 @@ def test_how_much_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     is PERSID is not, for that opcode is the end of all that load plain pickles.
     """
     monkeypatch.setattr(two_readings, "LIMITS", Limits(second_reading_opcodes=100, second_reading_bytes=5000))
-    too_long = "a pickle: a pickle too long to look into"
+    too_long = "a pickle: a pickle that is too long to check"
     assert other_reading(pickle_in_safetensors(b"N0" * 200)) == too_long
     assert not other_reading(pickle_in_safetensors(b"N0" * 20))
     assert other_reading(pickle_in_safetensors(b"V" + b"x" * 10_000)) == too_long
@@ -209,7 +209,7 @@ def test_how_much_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_hdf5_file_behind_the_start(at: int) -> None:
     """h5py looks for one wherever a file may start."""
     data = HEADER.ljust(at) + b"\x89HDF\r\n\x1a\n" + bytes(100)
-    assert other_reading(data) == f"an HDF5 file from byte {at} on, which h5py finds"
+    assert other_reading(data) == f"an HDF5 file from byte {at} on, which h5py reads"
     assert not other_reading(b" " + data) and not other_reading(data[: at + 7])
 
 

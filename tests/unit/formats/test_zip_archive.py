@@ -282,7 +282,7 @@ def test_sizes_and_offsets_above_4_gib_are_written_as_zip64(src: Path) -> None:
 #: What two readers could see differently, by what it is: the archive, and what the error says.
 MALFORMED: dict[str, tuple[bytes, str]] = {
     # names
-    "names equal after casefolding": (zip_of({"m/straße": b"", "m/STRASSE": b""}), "one name"),
+    "names equal after casefolding": (zip_of({"m/straße": b"", "m/STRASSE": b""}), "the same name"),
     "two roots": (zip_of({"m/data.pkl": b"N.", "n/data.pkl": b"K\x01."}), "two folders at its root"),
     **{
         f"a member at {name}": (zip_of({name: b"N."}), "not in the archive's folder")
@@ -291,7 +291,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     # NUL ends a name for some readers; what is no UTF-8 each reader decodes in its own way
     "a name with NUL": (zip_of({"m/a?b": b"N."}).replace(b"a?b", b"a\0b"), "not in the archive's folder"),
     "a name that is not UTF-8": (zip_of({"m/a?b": b"N."}).replace(b"a?b", b"a\xffb"), "not UTF-8"),
-    "a second name in an extra field": (with_extra(unicode_name(b"m/evil.pkl"), "central"), "two names"),
+    "a second name in an extra field": (with_extra(unicode_name(b"m/evil.pkl"), "central"), "two different names"),
     # torch reads no bytes for a folder and hands out memory as it finds it
     "a folder with bytes, by its attributes": (
         patched(THREE, central_entry(THREE, "m/data/0") + 38, "<I", 0x10),
@@ -324,11 +324,14 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "a member on another disk": (patched(THREE, central_entry(THREE, "m/data/1") + 34, "<H", 1), "64-bit numbers"),
     "another name in the local header": (
         patched(THREE, local_header(THREE, "m/data/1") + 30 + 7, "<B", ord("7")),
-        "two names",
+        "two different names",
     ),
-    "a shorter name in the local header": (patched(THREE, local_header(THREE, "m/data/1") + 26, "<H", 7), "two names"),
+    "a shorter name in the local header": (
+        patched(THREE, local_header(THREE, "m/data/1") + 26, "<H", 7),
+        "two different names",
+    ),
     "no local header": (patched(THREE, local_header(THREE, "m/data/0"), "<B", 0), "no local header"),
-    "no central header": (patched(THREE, central_entry(THREE, "m/data/0"), "<B", 0), "no entry"),
+    "no central header": (patched(THREE, central_entry(THREE, "m/data/0"), "<B", 0), "not an entry"),
     **{
         f"{kind} in the {side} header": (with_extra(extra, side), what)
         for side in ("local", "central")
@@ -373,11 +376,11 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     # places
     "two entries with one local header": (
         patched(THREE, central_entry(THREE, "m/data/1") + 42, "<I", local_header(THREE, "m/data/0")),
-        "has no room for its header",
+        "has no space for its header",
     ),
     "a record that reaches into the next": (
         in_headers(THREE, "m/data/0", {"stored size": 65, "size": 65}),
-        "reaches into",
+        "overlaps the next record",
     ),
     "a gap before the first member": (behind_a_header(), "gap"),
     "a gap between members": (with_a_member_that_is_not_listed(), "belong to no member"),
@@ -389,15 +392,18 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         patched(THREE, central_entry(THREE, "m/data/1") + 42, "<I", len(THREE) + 1000),
         "belong to no member",
     ),
-    "a size beyond the end": (in_headers(THREE, "m/data/1", {"stored size": 1 << 31, "size": 1 << 31}), "reaches into"),
+    "a size beyond the end": (
+        in_headers(THREE, "m/data/1", {"stored size": 1 << 31, "size": 1 << 31}),
+        "overlaps the next record",
+    ),
     "nothing before the end": (zip_of({}), "empty"),
     # the end
     "one member less": (with_count(THREE, 2), "bytes after its entries"),
     "one member more": (with_count(THREE, 4), "too small"),
-    "a shorter directory": (in_end(THREE, 12, "<I", -1), "does not reach to its end"),
-    "a longer directory": (in_end(THREE, 12, "<I", 1), "does not reach to its end"),
-    "a directory further in front": (in_end(THREE, 16, "<I", -1), "does not reach to its end"),
-    "a directory further behind": (in_end(THREE, 16, "<I", 1), "does not reach to its end"),
+    "a shorter directory": (in_end(THREE, 12, "<I", -1), "does not end at its end record"),
+    "a longer directory": (in_end(THREE, 12, "<I", 1), "does not end at its end record"),
+    "a directory further in front": (in_end(THREE, 16, "<I", -1), "does not end at its end record"),
+    "a directory further behind": (in_end(THREE, 16, "<I", 1), "does not end at its end record"),
     # more than their names could take, or less than their headers: said before anything is read
     "many members in few bytes": (with_count(THREE, 60_000), "too small"),
     "no members in many bytes": (with_count(THREE, 0), "too large"),
@@ -405,7 +411,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     **{
         f"two ends that disagree at byte {offset}": (
             in_end(OF_TORCH, offset, form, -1),
-            "two ends of the zip archive disagree",
+            "two end records of the zip archive differ",
         )
         for offset, form in ((8, "<H"), (10, "<H"), (12, "<I"), (16, "<I"))
     },
@@ -417,7 +423,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     **{
         f"another number in the zip64 end at byte {offset}": (
             added(OF_TORCH, OF_TORCH.index(b"PK\x06\x06") + offset, form, 1),
-            "the zip64 end is damaged" if offset == 4 else "two ends of the zip archive disagree",
+            "the zip64 end record is damaged" if offset == 4 else "two end records of the zip archive differ",
         )
         for offset, form in (
             (4, "<Q"),
@@ -444,12 +450,12 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         for turned in (1, 3)
     },
     # only some readers see it: without its locator it is a gap; without itself, the locator points nowhere
-    "a zip64 end without its locator": (OF_TORCH.replace(b"PK\x06\x07", b"PK\x06\x00"), "does not reach"),
-    "a zip64 locator without its end": (OF_TORCH.replace(b"PK\x06\x06", b"PK\x06\x00"), "zip64 end is damaged"),
+    "a zip64 end without its locator": (OF_TORCH.replace(b"PK\x06\x07", b"PK\x06\x00"), "does not end at its end"),
+    "a zip64 locator without its end": (OF_TORCH.replace(b"PK\x06\x06", b"PK\x06\x00"), "zip64 end record is damaged"),
     # readers that search from the front and from the back see different ones
     "an archive in the comment of an archive": (
         patched(THREE, end_of(THREE) + 20, "<H", len(ONE)) + ONE,
-        "two ends",
+        "two end records",
     ),
     # torch takes the last end without asking whether its comment fits; a strict reader would take the first
     "an end in the comment": (
@@ -475,7 +481,7 @@ def test_one_name_twice_is_malformed(read: Read, twin: str) -> None:
     file = io.BytesIO(ONE)
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr(twin, b"K\x01.")
-    with pytest.raises(MalformedError, match="two zip members have one name"):
+    with pytest.raises(MalformedError, match="two zip members have the same name"):
         read(file.getvalue())
 
 

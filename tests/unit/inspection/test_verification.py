@@ -195,7 +195,7 @@ def test_all_wrong_storages_and_tensors_are_listed(tmp_path: Path) -> None:
     lines = [line.removeprefix(f"damaged: {path}: data.pkl: ") for line in lines_of(verify(path))]
     assert [line.split(" (")[0] for line in lines] == [
         "the file has no such storage",
-        "storage 1 has another size than its record",
+        "storage 1 has a different size from its record",
         "at a: a tensor reaches outside its storage",
         "at b: a tensor reaches outside its storage",
     ]
@@ -211,7 +211,7 @@ def test_all_wrong_tensors_of_a_safetensors_header_are_listed(tmp_path: Path) ->
 
     wrong = verify(file_of(a=good, b=good | {"dtype": "F31"}, c=good | {"shape": [3]}))
     assert_said([*map(str, wrong.findings[:2])], "unknown: ", "damaged: ")
-    assert_said([*map(str, wrong.findings[:2])], "'b' has an unknown dtype", "'c' has more or fewer bytes")
+    assert_said([*map(str, wrong.findings[:2])], "'b' has an unknown dtype", "'c' has a number of bytes")
     holes = verify(file_of(a=good, b=good | {"data_offsets": [16, 24]}, c=good | {"data_offsets": [20, 28]}))
     assert_said(lines_of(holes), "hole or an overlap at 'b'", "hole or an overlap at 'c'", "12 bytes after")
 
@@ -238,8 +238,8 @@ def test_all_that_is_wrong_with_a_set_is_listed(tmp_path: Path, safe: bool) -> N
         lines_of(verify(tmp_path)),
         "1 of 4 shards is missing",
         shards[1].name,
-        "1 tensor stands in no shard, but in the index: 'w9'",
-        "1 tensor stands in a shard, but not in the index: 'w7'",
+        "1 tensor is in no shard, but in the index: 'w9'",
+        "1 tensor is in a shard, but not in the index: 'w7'",
     )
 
 
@@ -300,7 +300,7 @@ def test_a_run_that_is_damaged_needs_no_code(chunks: list[Path]) -> None:
     first, *_, last = chunks
     first.write_bytes(first.read_bytes() + b"more bytes")
     (note,) = verify(first.parent).findings
-    assert (note.level, note.what) == ("note", f"{first.name}, 10 B: nothing is stored in that much of it")
+    assert (note.level, note.what) == ("note", f"{first.name}, 10 B: nothing is stored there")
     last.write_bytes(last.read_bytes()[:-1])
     assert set(levels_of(verify(first.parent))) == {"damaged", "note"}
 
@@ -429,11 +429,14 @@ PROVED: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "safetensors": (lambda path: save_file({"w": torch.ones(2)}, path), None),
     "a set of shards": (lambda path: sharded(path, {"a": torch.ones(2)}, {"b": torch.ones(3)}), None),
     "protocol 4": (lambda path: torch.save({"w": torch.ones(2)}, path, pickle_protocol=4), "opcode MEMOIZE"),
-    "a plain pickle": (lambda path: path.write_bytes(pickle.dumps({"w": torch.ones(2)})), "no magic number"),
+    "a plain pickle": (
+        lambda path: path.write_bytes(pickle.dumps({"w": torch.ones(2)})),
+        "which torch.load does not read",
+    ),
     "a folder of DCP": (lambda path: distributed({"w": torch.ones(2)}, path), "over several files"),
-    "a storage that is made anew": (
+    "a new storage": (
         lambda path: torch.save({"w": torch.ones(2), "s": Reduced(torch.UntypedStorage, (4,))}, path),
-        "made anew",
+        "a new storage",
     ),
 }
 
@@ -582,8 +585,8 @@ def test_a_zip_without_a_version(tmp_path: Path, version: bytes | None) -> None:
     path = written(tmp_path / "m.pt", zip_of(records))
     with pytest.raises(RuntimeError):
         torch.load(path, weights_only=True)
-    assert "says no version" in lines_of(verify(path))[0]
-    with pytest.raises(InputError, match="says no version"):
+    assert "version, which torch needs" in lines_of(verify(path))[0]
+    with pytest.raises(InputError, match="version, which torch needs"):
         convert(path, tmp_path / "out.pt")
 
 

@@ -598,7 +598,7 @@ def test_verify_finds_a_wrong_byte(source: Source, target: Path, call: str, monk
         return pwrite(dst, os.pread(src, count, offset), at)
 
     monkeypatch.setattr(os, call, pwrite if call == "pwrite" else copy, raising=False)
-    error = failure(OutputError, "reads back differently", source, target, monkeypatch, verify=True)
+    error = failure(OutputError, "differs when it is read back", source, target, monkeypatch, verify=True)
     assert f"at byte {0 if call == 'pwrite' else 100}" in str(error)
     assert_alone(target, OLD)
 

@@ -280,7 +280,7 @@ ORDERS = {
     "a dict that gets what a call made of it": D + F + b"h\x00\x85Rq\x01h\x00K\x01h\x01s\x86.",
     "a list that gets what a call made of it": L + F + b"h\x00\x85Rq\x01h\x00h\x01a\x86.",
     "a list changed, read, and changed": L + b"h\x00K\x01a0" + F + b"h\x00\x85Rh\x00K\x02a\x86.",
-    "a call whose result is thrown away": F + b"(K\x01tR0" + F + b")R.",
+    "a call whose result is discarded": F + b"(K\x01tR0" + F + b")R.",
     "keyword arguments that grow": D + F + b")h\x00\x92h\x00\x8c\x01aNs\x86.",
 }
 
@@ -640,7 +640,7 @@ MALFORMED = {
     "EXT4 of a negative code": (P2 + b"\x84\xff\xff\xff\xff.", "an extension code must be positive"),
     "a missing memo slot": (P2 + b"h\x07.", "the memo has no such slot"),
     "a negative slot": (b"Np-1\n.", "a memo slot is negative"),
-    "a slot that is no number": (b"g1x\n.", "not a decimal integer"),
+    "a slot that is not a number": (b"g1x\n.", "not a decimal integer"),
     "no value": (P2 + b".", "the pickle must end with one value on its stack"),
     "two values": (P2 + b"NN.", "the pickle must end with one value on its stack"),
     "an open MARK": (P2 + b"(N.", "the pickle must end with one value on its stack"),

@@ -164,12 +164,12 @@ def test_what_is_dangerous_is_the_headline(command: Command) -> None:
     """Of a checkpoint, and of two that are compared; nothing else is said of whether it loads."""
     torch.save({"w": torch.ones(2), "v": Harm()}, "m.pt")
     verdict = data_of(page_of(command))["verdict"]
-    assert "posix.system (at v)" in verdict["danger"][0] and verdict["text"] == "" and not verdict["findings"]
+    assert "posix.system at v" in verdict["danger"][0] and verdict["text"] == "" and not verdict["findings"]
     torch.save({"w": torch.ones(2)}, "a.pt")
     Path("m.pt").rename("b.pt")
     (danger,) = data_of(page_of_two(command))["verdict"]["danger"]
     assert danger.startswith("B: ") and "posix.system" in danger
-    command("diff", "b.pt", "a.pt", status=1, out="DANGEROUS     A: it names posix.system")
+    command("diff", "b.pt", "a.pt", status=1, out="DANGEROUS     A: it contains posix.system")
     assert json.loads(command("diff", "b.pt", "a.pt", "--json", status=1).out)["dangers"]
     command("diff", "a.pt", "a.pt", "--html", "d.html", "-f", err="written")
     assert data_of(Parsed(Path("d.html").read_text("utf-8")))["verdict"]["danger"] == []

@@ -90,7 +90,7 @@ def test_every_place(write: Write, place: str) -> None:
     """Wherever it stands, thrown away too."""
     (found,), level = judged(write(ways.checkpoint(ways.PLACES[place](CALL))))
     assert found.name == "os.system" and level == "dangerous"
-    thrown_away = found.path == "what is made and thrown away"
+    thrown_away = found.path == "(a discarded value)"
     assert thrown_away == place.startswith("POP") and (thrown_away or found.path.startswith("x"))
 
 
@@ -99,7 +99,7 @@ def test_extension_codes(write: Write, extension: str) -> None:
     """A code of the copyreg registry names a global that only the reading process knows; popped, too."""
     for code, path in (
         (ways.EXTENSIONS[extension], "x"),
-        (ways.EXTENSIONS[extension] + b"0N", "what is made and thrown away"),
+        (ways.EXTENSIONS[extension] + b"0N", "(a discarded value)"),
     ):
         (found,), level = judged(write(ways.checkpoint(code)))
         assert found.name.startswith("extension code ") and found.path == path and level == "needs code"
@@ -131,16 +131,16 @@ NAMED: dict[str, tuple[bytes, str]] = {
     "pickles one behind another: a file of them can be read on": (nested(b"N." + INNER), INSIDE),
     "six of them": (nested(b"N." * 6 + INNER), INSIDE),
     "thousands": (nested(b"N." * 5_000 + INNER), INSIDE),
-    "too many": (nested(b"N." * 10_001 + INNER), "more pickles inside than are looked into at x"),
+    "too many": (nested(b"N." * 10_001 + INNER), "too many nested pickles to check at x"),
     "long ones": (nested(b"N." + INNER, "long bytes"), INSIDE),
     "six long ones": (nested(b"N." * 6 + INNER, "long bytes"), INSIDE),
     "thousands of long ones": (nested(b"N." * 5_000 + INNER, "long bytes"), INSIDE),
     "too many long ones": (
         nested(b"N." * 10_001 + INNER, "long bytes"),
-        "more pickles inside than are looked into at x",
+        "too many nested pickles to check at x",
     ),
     "an archive that cannot be read": (ways.checkpoint(CUT_ARCHIVE), "an archive that cannot be read at x"),
-    "a bomb": (nested(zip_of({"a/data.pkl": bytes(10_000_000)}, 8)), "a pickle too long to look into at x"),
+    "a bomb": (nested(zip_of({"a/data.pkl": bytes(10_000_000)}, 8)), "a pickle that is too long to check at x"),
 }
 
 
@@ -156,14 +156,14 @@ def test_what_is_named(write: Write, case: str) -> None:
 @pytest.mark.parametrize(
     ("make", "where"),
     [
-        (lambda folder: ways.shards_in(folder, CALL), "os.system at what is made and thrown away"),
+        (lambda folder: ways.shards_in(folder, CALL), "os.system at (a discarded value)"),
         (
             lambda folder: ways.shards_in(folder, ways.NESTS["BINBYTES8"](INNER)),
-            "os.system at what is made and thrown away (pickle inside)",
+            "os.system at (a discarded value) (pickle inside)",
         ),
         (
             lambda folder: ways.shards_in(folder, ways.NESTS["long bytes"](INNER)),
-            "os.system at what is made and thrown away (pickle inside)",
+            "os.system at (a discarded value) (pickle inside)",
         ),
         (lambda folder: ways.dcp_in(folder, Reduced(print, ("x",))), "builtins.print at x"),
         (lambda folder: ways.dcp_in(folder, {"a": INNER}), "os.system at x/a (pickle inside)"),
@@ -199,7 +199,7 @@ def test_pickles_inside(write: Write, nest: str) -> None:
             assert found.name in ("builtins.print", "__builtin__.print") and found.kind == "needs code"
             assert level == (REFUSED if refusal(path) else LOADS)
             assert " inside)/a[0]" in found.path
-            assert found.path.startswith("what is made" if nest == "popped" else "x ")
+            assert found.path.startswith("(a discarded value)" if nest == "popped" else "x ")
 
 
 @given(
@@ -298,7 +298,7 @@ def test_depth(write: Write) -> None:
 def test_what_cannot_be_looked_into(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pickle with more opcodes than are looked at is said, and needs code."""
     monkeypatch.setattr(nested_pickles, "LIMITS", Limits(nested_opcodes=100))
-    assert names(write(nested(b"N0" * 100 + INNER))) == ["a pickle too long to look into at x"]
+    assert names(write(nested(b"N0" * 100 + INNER))) == ["a pickle that is too long to check at x"]
 
 
 def test_many_pickles_inside(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_many_pickles_inside(write: Write, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(scan, "LIMITS", Limits(pickles_inside=10))
     found, level = judged(write(pushed(*[ways.NESTS["SHORT_BINBYTES"](b"cmine\nThing\n.")] * 12)))
     assert found == [
-        Concern("more pickles inside than are looked into", "x[10]", "unknown", inside=True),
+        Concern("too many nested pickles to check", "x[10]", "unknown", inside=True),
         Concern("mine.Thing", "x[0] (pickle inside)", "needs code", more=9, inside=True),
     ]
     assert level == "needs code"
@@ -328,7 +328,7 @@ def test_what_cannot_be_judged_is_not_ok(write: Write, tmp_path: Path) -> None:
     path = write(in_a_part(ways.NESTS["BINBYTES"](data)))
     verdict = ckptconv.verify(path)
     assert not verdict.ok and verdict.findings[0].level == "unknown"
-    refused(DangerousError, "cannot be judged", path, tmp_path / "out.pt", map_location="cpu")
+    refused(DangerousError, "cannot be checked", path, tmp_path / "out.pt", map_location="cpu")
     ckptconv.convert(path, tmp_path / "out.pt", map_location="cpu", allow_unsafe=True)
     ckptconv.convert(path, tmp_path / "part.pt", select="x/a")
     assert judged(tmp_path / "part.pt") == ([], LOADS)
@@ -450,7 +450,7 @@ def test_extensions_around_the_object(write: Write) -> None:
     """A code of the copyreg registry there is code."""
     data = ways.legacy_with(b"N")
     at = data.index(b"\x80\x02}")
-    with pytest.raises(InputError, match="code in the pickles around"):
+    with pytest.raises(InputError, match="the pickles around the object contain code"):
         judged(write(data[: at + 2] + b"\x82\x070" + data[at + 2 :]))
 
 
@@ -610,7 +610,7 @@ def test_said(write: Write, command: Command) -> None:
     (concern,) = shown.as_dict()["concerns"]
     where = {"path": "x (pickle inside)", "more": 0, "inside": True}
     assert concern == {"name": "os.system", "dangerous": True, **where}
-    assert "os.system (at x (pickle inside))" in shown.findings[0].text
+    assert "os.system at x (pickle inside)" in shown.findings[0].text
     command("inspect", path, out="\n  pickles in it os.system at x (pickle inside)\n")
     command("verify", path, status=1, out="x (pickle inside)")
 
@@ -648,7 +648,7 @@ def test_chunks_of_a_run(tmp_path: Path, code: bytes, kind: type[CkptconvError])
     folder = ways.dcp_in(tmp_path / "run", {"a": 1})
     _with_chunk(folder, code + b"0")
     error = error_of(folder)
-    assert type(error) is kind and "names classes that no tensor needs" in str(error)
+    assert type(error) is kind and "contains classes that no tensor needs" in str(error)
 
 
 def _with_chunk(folder: Path, code: bytes) -> None:
@@ -678,10 +678,10 @@ def test_the_list_ends(write: Write) -> None:
     strange = [f"cmodule{i}\nname\n".encode() for i in range(1500)]
     found, level = judged(write(pushed(*strange, CALL)))
     assert (len(found), level) == (1002, "dangerous") and found[0].name == "os.system"
-    assert [concern.more for concern in found if concern.name == "others that are not listed"] == [499]
+    assert [concern.more for concern in found if concern.name == "others (not listed)"] == [499]
     inside, _ = judged(write(pushed(*(ways.NESTS["SHORT_BINBYTES"](each + b".") for each in strange))))
     assert len(inside) == 1001 and inside[-1] == Concern(
-        "others that are not listed", "x[1000] (pickle inside)", "needs code", more=499, inside=True
+        "others (not listed)", "x[1000] (pickle inside)", "needs code", more=499, inside=True
     )
 
 

@@ -185,9 +185,9 @@ def slow(it: Exchange) -> None:
     [
         (cut, TransferError, "cut"),
         (slow, TransferError, "too slow: "),
-        (lambda it: zipped(it, body=lambda data: gzip.compress(data)[:-9]), TransferError, "has no end"),
-        (lambda it: zipped(it, body=lambda data: gzip.compress(data) + b"x"), TransferError, "sends more behind"),
-        (lambda it: zipped(it, body=lambda data: data), TransferError, "compressed is damaged"),
+        (lambda it: zipped(it, body=lambda data: gzip.compress(data)[:-9]), TransferError, "is incomplete"),
+        (lambda it: zipped(it, body=lambda data: gzip.compress(data) + b"x"), TransferError, "sends more data after"),
+        (lambda it: zipped(it, body=lambda data: data), TransferError, "compressed data from the server is damaged"),
         (lambda it: zipped(it, coding="br"), UnsupportedError, "expected none, or gzip, got br"),
         (lambda it: whole(it) if it.is_range else it.send(403, {"Content-Length": "0"}, b""), InputError, "refuses"),
     ],

@@ -81,7 +81,7 @@ def test_what_is_refused() -> None:
     """With the errors of files."""
     state: dict[str, Any] = {"w": numbered(4), "x": nn.Parameter(numbered(4)), "s": torch.eye(2).to_sparse()}
     wrong: dict[str, tuple[str, type[CkptconvError]]] = {
-        "w = a:$n, b:1": (r"nothing says how much \$n is", UsageError),
+        "w = a:$n, b:1": (r"the value of \$n is not known", UsageError),
         "w, x = a": ("the parts differ in device", RefusedError),
         "s = a:1, b:1": ("s is not a plain tensor", RefusedError),
         "nothing = a": ("no name matches the rule", NoMatchError),
@@ -89,5 +89,5 @@ def test_what_is_refused() -> None:
     for rule, (text, kind) in wrong.items():
         with pytest.raises(kind, match=text):
             ckptconv.regroup(state, rule)
-    with pytest.raises(ArgumentTypeError, match="a state dict is wanted"):
+    with pytest.raises(ArgumentTypeError, match="a state dict is needed"):
         ckptconv.regroup(nn.Linear(1, 1), "w = a")  # type: ignore[type-var]

@@ -123,7 +123,10 @@ def test_every_reason_is_said(tmp_path: Path) -> None:
     """All at once, with the path of each."""
     torch.save({"a": [Odd()], "b": np.longdouble(1) / 3, "c": len, "w": 1}, tmp_path / "a.pt")
     error = refused(RefusedError, "3 objects", tmp_path / "a.pt", tmp_path / "b.pt", loadable=True)
-    assert error.got == (f"{NAME} at a[0], numpy scalar (a long double in it is no float) at b, __builtin__.len at c")
+    assert error.got == (
+        f"{NAME} at a[0], numpy scalar (it contains a long double that a float cannot represent exactly) at b,"
+        " __builtin__.len at c"
+    )
 
 
 def test_where_it_makes_no_sense(tmp_path: Path) -> None:
@@ -238,7 +241,7 @@ LIES: dict[str, Any] = {
     "a class": Made(_reconstruct, (Odd, (0,), b"b"), (1, (1,), F4, False, b"1234")),
     "a scalar of two": Made(scalar, (F4, b"12345678")),
     "a scalar of nothing": Made(scalar, (F4,)),
-    "no Unicode": Made(scalar, (np.dtype("U1"), b"\xff\xff\xff\xff")),
+    "not valid Unicode": Made(scalar, (np.dtype("U1"), b"\xff\xff\xff\xff")),
     "a path of numbers": Made(Path, (1, 2)),
     "no month": Made(datetime.date, (b"\x07\xe6\x0d\x01",)),
     "no date": Made(datetime.date, (b"\x07\xe6",)),

@@ -165,8 +165,8 @@ def test_what_does_not_come_back_is_named(tmp_path: Path) -> None:
     torch.save({"a": shared, "b": shared, 7: torch.ones(1), "gone": {}}, tmp_path / "s.pt")
     report = ckptconv.convert(tmp_path / "s.pt", tmp_path / "ours", format="dcp")
     assert [(left.path, left.why) for left in report.left_behind] == [("gone", "DCP stores no empty dict")]
-    assert "keys that are not text become text: 7" in report.notes
-    assert "DCP has no ties: 1 tied tensor written once more" in report.notes
+    assert "keys that are not strings become strings: 7" in report.notes
+    assert "DCP cannot store ties: 1 tied tensor written again" in report.notes
     model = torch.nn.Linear(2, 2)
     torch.save(model.state_dict(), tmp_path / "m.pt")
     report = ckptconv.convert(tmp_path / "m.pt", tmp_path / "m", format="dcp")
@@ -234,11 +234,11 @@ class Mine:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ([torch.ones(2)], "no dict"),
+        ([torch.ones(2)], "not a dict"),
         ({}, "nothing to write"),
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, "'a.b'"),
         ({"a": 1, "b": {1: torch.ones(1), "1": torch.ones(2)}}, "two keys in b"),
-        ({(1, 2): torch.ones(1)}, "no text and no number"),
+        ({(1, 2): torch.ones(1)}, "neither a string nor a number"),
         ({"a": torch.ones(2), "s": torch.eye(3).to_sparse()}, "s (sparse)"),
         ({"a": torch.ones(2), "o": Mine()}, "Mine at o"),
         ({"a": torch.ones(2), "o": [1, (Mine(), 2)]}, "Mine at o"),
@@ -255,6 +255,12 @@ def test_the_remedies_work(tmp_path: Path) -> None:
     torch.save({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, tmp_path / "names.pt")
     ckptconv.convert(tmp_path / "names.pt", tmp_path / "part", format="dcp", select="a")
     assert [*by_torch(tmp_path / "part")] == ["b"]
+    torch.save({"a": {"b": torch.ones(1)}, (1, 2): torch.ones(2)}, tmp_path / "keys.pt")
+    refused(
+        RefusedError, "a key in the checkpoint.*select=True takes", tmp_path / "keys.pt", tmp_path / "no", format="dcp"
+    )
+    ckptconv.convert(tmp_path / "keys.pt", tmp_path / "of_keys", format="dcp", select="a")
+    assert [*by_torch(tmp_path / "of_keys")] == ["b"]
     torch.save({"a": torch.ones(2), "args": Namespace(lr=1)}, tmp_path / "s.pt")
     ckptconv.convert(tmp_path / "s.pt", tmp_path / "plain", format="dcp", loadable=True)
     assert by_torch(tmp_path / "plain")["args"] == {"lr": 1}

@@ -252,14 +252,14 @@ def test_plans_are_not_read_but_known(tmp_path: Path) -> None:
     del metadata.more
     metadata.mcore_data = [1]
     (src / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(MalformedError, "mcore_data is no dict", src, tmp_path / "out.pt")
+    refused(MalformedError, "mcore_data is not a dict", src, tmp_path / "out.pt")
 
 
 def test_two_moments_of_one_name(tmp_path: Path) -> None:
     """Chained optimizers are one here, so their parameters differ."""
     state = {f"chained_{i}.optimizer.state.exp_avg.w": torch.ones(2) * i for i in (0, 1)}
     src = write_megatron(tmp_path / "src", state={"w": torch.ones(2), **state})
-    refused(MalformedError, "cannot both stand", src, tmp_path / "out.pt")
+    refused(MalformedError, "have the same path", src, tmp_path / "out.pt")
     src = write_megatron(
         tmp_path / "one", state={"w": torch.ones(2), "chained_1.optimizer.state.exp_avg.w": torch.ones(2)}
     )
@@ -279,7 +279,7 @@ def test_a_folder_of_iterations(tmp_path: Path) -> None:
 
 def test_no_changes_in_place(iteration: Path) -> None:
     """The names of its items are not the places that they get here."""
-    with pytest.raises(UnsupportedError, match="called otherwise than their places"):
+    with pytest.raises(UnsupportedError, match="do not match their paths"):
         ckptconv.convert(iteration, in_place=True, rename=[("^decoder", "d")], select=None)
 
 

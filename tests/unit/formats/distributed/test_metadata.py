@@ -189,30 +189,33 @@ UNSUPPORTED = {
     ),
     "a chunk that is made with arguments": (
         lambda m: _tensor(m).chunks.append(_New(ChunkStorageMetadata, (1,))),
-        "ChunkStorageMetadata is made in a way that is not known to this version",
+        "ChunkStorageMetadata is created in a way that this version does not know",
     ),
     "a sparse tensor": (_set(lambda m: _tensor(m).properties, "layout", torch.sparse_coo), "sparse_coo"),
 }
 MALFORMED = {
-    "no dict of items": (_set(lambda m: m, "state_dict_metadata", []), "state_dict_metadata is no dict"),
+    "no dict of items": (_set(lambda m: m, "state_dict_metadata", []), "state_dict_metadata is not a dict"),
     "an item that is none": (lambda m: m.state_dict_metadata.update(epoch=3), "another class"),
-    "a name that is no text": (lambda m: m.state_dict_metadata.update({3: BytesStorageMetadata()}), "no text"),
-    "a negative size": (_set(_tensor, "size", _size(-3, 3)), "counts nothing"),
-    "a huge size": (_set(_tensor, "size", _size(1 << 62, 3)), "counts nothing"),
-    "a size that is a bool": (_set(_tensor, "size", _size(True, 3)), "counts nothing"),
-    "a size that is no number": (_set(_tensor, "size", _size(3.0, 3)), "counts nothing"),
-    "a size that is a list": (_set(_tensor, "size", [3, 3]), "no torch.Size"),
+    "a name that is not a string": (
+        lambda m: m.state_dict_metadata.update({3: BytesStorageMetadata()}),
+        "not a string",
+    ),
+    "a negative size": (_set(_tensor, "size", _size(-3, 3)), "not a count"),
+    "a huge size": (_set(_tensor, "size", _size(1 << 62, 3)), "not a count"),
+    "a size that is a bool": (_set(_tensor, "size", _size(True, 3)), "not a count"),
+    "a size that is not a number": (_set(_tensor, "size", _size(3.0, 3)), "not a count"),
+    "a size that is a list": (_set(_tensor, "size", [3, 3]), "not a torch.Size"),
     "too many dimensions": (_set(_tensor, "size", _size(*[1] * 65)), "at most 64"),
     "a chunk that reaches out": (_set(_chunk, "sizes", torch.Size([2, 3])), "a chunk lies outside of 'a.w'"),
     "a chunk of another rank": (_set(_chunk, "offsets", torch.Size([2])), "a chunk lies outside of 'a.w'"),
-    "no list of chunks": (_set(_tensor, "chunks", None), "the chunks of 'a.w' are no list"),
+    "no list of chunks": (_set(_tensor, "chunks", None), "the chunks of 'a.w' are not a list"),
     "no properties": (_set(_tensor, "properties", None), "another class"),
     "a dtype that is none": (_set(lambda m: _tensor(m).properties, "dtype", torch.float32.__class__), None),
     "properties with four items": (
         _properties((torch.float32, torch.strided, False, None)),
-        "the properties of 'a.w' are no TensorProperties",
+        "the properties of 'a.w' are not a TensorProperties",
     ),
-    "no places": (_set(lambda m: m, "storage_data", None), "storage_data is no dict"),
+    "no places": (_set(lambda m: m, "storage_data", None), "storage_data is not a dict"),
     "a place twice": (
         lambda m: m.storage_data.update({_index(_size(2, 0)): _StorageInfo("x", 0, 1)}),
         "'a.w' is stored twice",
@@ -226,15 +229,15 @@ MALFORMED = {
         lambda m: vars(_info(m)).update((f"x{i}", 1) for i in range(99)),
         "too many fields",
     ),
-    "a negative offset": (_set(_info, "offset", -1), "no sound offset"),
-    "a huge length": (_set(_info, "length", 1 << 62), "no sound offset"),
-    "a length that is a float": (_set(_info, "length", 5.0), "no sound offset"),
+    "a negative offset": (_set(_info, "offset", -1), "no valid offset"),
+    "a huge length": (_set(_info, "length", 1 << 62), "no valid offset"),
+    "a length that is a float": (_set(_info, "length", 5.0), "no valid offset"),
     "an empty path": (lambda m: m.planner_data.update(epoch=()), "no path for 'epoch'"),
     "a negative index": (lambda m: m.planner_data.update(epoch=("a", -1)), "no path for 'epoch'"),
     "an index first": (lambda m: m.planner_data.update(epoch=(0, "a")), "no path for 'epoch'"),
     "a path that is a text": (lambda m: m.planner_data.update(epoch="epoch"), "no path for 'epoch'"),
     **{
-        f"the file {file!r}": (_set(_info, "relative_path", file), "no path inside the folder")
+        f"the file {file!r}": (_set(_info, "relative_path", file), "not a path inside the folder")
         for file in ("../x", "/etc/passwd", "a/../../x", "", "a//b", "a\0b", "C:x.distcp", "x.distcp:y", "a/NUL", 3)
     },
 }
@@ -259,7 +262,7 @@ def test_what_is_refused(kind: str, error: type[InputError]) -> None:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (pickle.dumps(good()) + b".", "no plain pickle"),
+        (pickle.dumps(good()) + b".", "not a plain pickle"),
         (pickle.dumps({"a": 1}), "another class"),
         (pickle.dumps(3), "another class"),
         (pickle.dumps(None), "another class"),

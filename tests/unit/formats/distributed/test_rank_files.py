@@ -109,7 +109,7 @@ def test_some_files_are_not_there(runs: Path, tmp_path: Path, command: Command) 
     (src / "model_world_size_4_rank_04.pt").write_bytes(files[0].read_bytes())
     refused(MalformedError, "a rank that the run did not have", src, tmp_path / "out.pt")
     (src / "model_world_size_4_rank_04.pt").rename(src / "model_world_size_4_rank_03.pt")
-    refused(MalformedError, "two files are of one rank", src, tmp_path / "out.pt")
+    refused(MalformedError, "two files belong to the same rank", src, tmp_path / "out.pt")
     (src / "model_world_size_4_rank_03.pt").unlink()
     files[2].unlink()
     refused(MalformedError, "1 rank of 4 are missing.*no model_world_size_4_rank_2.pt", src, tmp_path / "out.pt")
@@ -118,13 +118,13 @@ def test_some_files_are_not_there(runs: Path, tmp_path: Path, command: Command) 
 #: What happens to the files of four ranks, in their order, and what the three commands say.
 SETS: dict[str, tuple[Callable[[list[Path]], object], str]] = {
     "one is missing": (lambda files: files[2].unlink(), "the files of 1 rank of 4 are missing"),
-    "one stands there twice": (lambda files: shutil.copy(files[0], files[1]), "another rank than its name says"),
-    "two are swapped": (lambda files: swap(files[0], files[1]), "another rank than its name says"),
+    "one stands there twice": (lambda files: shutil.copy(files[0], files[1]), "differs from the rank in its name"),
+    "two are swapped": (lambda files: swap(files[0], files[1]), "differs from the rank in its name"),
     "of a larger run": (lambda files: renamed(files, "size_8"), "the files of 4 ranks of 8 are missing"),
     "of a smaller run": (lambda files: renamed(files, "size_2"), "a rank that the run did not have"),
     "two names of one rank": (
         lambda files: shutil.copy(files[0], files[0].with_name("model_world_size_4_rank_00.pt")),
-        "two files are of one rank",
+        "two files belong to the same rank",
     ),
 }
 
@@ -254,7 +254,7 @@ def larger(state: dict[str, Any], shape: tuple[int, ...]) -> None:
 
 LIES: dict[str, tuple[str, Callable[[dict[str, Any], int], object]]] = {
     "a dimension that is not there": (
-        "cuts a dimension that the tensor has not",
+        "cuts a dimension that the tensor does not",
         lambda state, _: setattr(spec_of(state), "placements", (Replicate(), Shard(2))),
     ),
     "Partial": ("Partial", lambda state, _: setattr(spec_of(state), "placements", (Replicate(), Partial()))),
@@ -263,10 +263,10 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any], int], object]]] = {
         lambda state, _: setattr(spec_of(state), "placements", (Replicate(), _StridedShard(1, split_factor=10**9))),
     ),
     "too few placements": (
-        "another number of placements",
+        "one placement for each dimension",
         lambda state, _: setattr(spec_of(state), "placements", (Shard(1),)),
     ),
-    "a rank": ("another rank than its name says", lambda state, _: setattr(spec_of(state).mesh, "_rank", 0)),
+    "a rank": ("differs from the rank in its name", lambda state, _: setattr(spec_of(state).mesh, "_rank", 0)),
     "a coordinate": (
         "not in its mesh",
         lambda state, _: setattr(spec_of(state).mesh, "_coordinate_on_dim", (0, 7)),
@@ -276,14 +276,14 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any], int], object]]] = {
         lambda state, _: setattr(spec_of(only_columns(state)).mesh, "_coordinate_on_dim", (0, 0)),
     ),
     "ranks of another run": (
-        "not one of this run",
+        "not from this run",
         lambda state, _: setattr(spec_of(state).mesh, "_flatten_rank_map", (0, 1, 2, 3, 7)),
     ),
-    "a shape that lies": ("another shape than its placements say", lambda state, _: larger(state, (5, 80))),
-    "a shape beyond all memory": ("another shape than its placements say", lambda state, _: larger(state, (2**40, 8))),
-    "a shape of more dimensions": ("another shape than its placements say", lambda state, _: larger(state, (5, 8, 1))),
+    "a shape that lies": ("does not match its placements", lambda state, _: larger(state, (5, 80))),
+    "a shape beyond all memory": ("does not match its placements", lambda state, _: larger(state, (2**40, 8))),
+    "a shape of more dimensions": ("does not match its placements", lambda state, _: larger(state, (5, 8, 1))),
     "a part that is too small": (
-        "another shape than its placements say",
+        "does not match its placements",
         lambda state, _: setattr(state["columns"], "_local_tensor", torch.ones(5, 3)),
     ),
     "a part that repeats": (
@@ -291,14 +291,14 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any], int], object]]] = {
         lambda state, _: setattr(state["columns"], "_local_tensor", torch.ones(5, 1).expand(5, 4)),
     ),
     "a part of another dtype": (
-        "another dtype than the whole",
+        "a different dtype from the whole",
         lambda state, _: setattr(state["columns"], "_local_tensor", torch.ones(5, 4).half()),
     ),
     "placements of one rank": (
-        "of one run",
+        "from the same run",
         lambda state, rank: rank == 3 and setattr(spec_of(state), "placements", (Shard(1), Replicate())),
     ),
-    "a name of one rank": ("of one run", lambda state, rank: rank == 3 and state.update(more=torch.ones(1))),
+    "a name of one rank": ("from the same run", lambda state, rank: rank == 3 and state.update(more=torch.ones(1))),
 }
 
 
@@ -392,7 +392,7 @@ def test_ties_and_devices_stay(runs: Path, tmp_path: Path) -> None:
     ("bound", "most", "words"),
     [
         ("strips", 3, "cut into too many strips"),
-        ("ranks", 4, "not one of this run"),
+        ("ranks", 4, "not from this run"),
         ("spread_steps", 1, "too many pieces for a file of this size"),
     ],
 )

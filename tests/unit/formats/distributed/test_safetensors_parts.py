@@ -63,7 +63,7 @@ def test_parts_are_put_together(ranks: Path, tmp_path: Path, suffix: str) -> Non
     path = tmp_path / f"out.{suffix}"
     report = ckptconv.convert(ranks / "hf", path, verify=True)
     assert report.formats[0] == "DCP safetensors" and any(
-        "reaches as far as its parts" in note for note in report.notes
+        "ends where its last part ends" in note for note in report.notes
     )
     found = loaded(path)
     assert found.keys() == WHOLE.keys()
@@ -153,7 +153,7 @@ def test_parts_of_two_dtypes(tmp_path: Path) -> None:
         folder = tmp_path / str(i)
         part(folder / "shard-00001-model-00001-of-00001.safetensors", {"w": torch.ones(2)}, {"w": [0]})
         part(folder / "shard-00002-model-00001-of-00001.safetensors", {"w": other}, {"w": [2, 0][: other.dim()]})
-        with pytest.raises(MalformedError, match="the parts of 'w' do not fit together"):
+        with pytest.raises(MalformedError, match="the parts of 'w' do not match"):
             ckptconv.inspect(folder)
 
 

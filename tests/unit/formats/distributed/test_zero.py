@@ -115,7 +115,7 @@ def test_a_weight_that_no_file_has_is_named(tmp_path: Path) -> None:
         tmp_path / "run", stage=3, change=lambda f: [each["module"].update(lost=torch.empty(0)) for each in f.models]
     )
     report = ckptconv.convert(folder, tmp_path / "out.pt")
-    assert [part.path for part in report.left_behind if "no file has" in part.why] == [
+    assert [part.path for part in report.left_behind if "no file contains" in part.why] == [
         f"{TAG}/zero_pp_rank_0_mp_rank_00_model_states.pt/module/lost"
     ]
     assert "lost" not in torch.load(tmp_path / "out.pt")["module"]
@@ -254,7 +254,7 @@ def test_verify(stage: int, tmp_path: Path, command: Command) -> None:
     records = 13 + 10 * 2 if stage == 2 else 13 * 2 + 10 * 2
     assert f"ok: {folder / TAG}: DeepSpeed ZeRO, {records} checksums right" in shown
     name = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    assert f"at {name}: optimizer_state_dict/loss_scaler: deepspeed.runtime.fp16.loss_scaler.LossScaler" in shown
+    assert f"fp16.loss_scaler.LossScaler (2 times) at {name}: optimizer_state_dict/loss_scaler" in shown
     command("verify", folder, "--strict", status=1)
     last = folder / TAG / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     data = last.read_bytes()
@@ -269,7 +269,7 @@ def test_verify_compares_the_ranks(tmp_path: Path, command: Command) -> None:
     folder = write_zero(tmp_path / "run", change=lambda files: _step(inner(files, 1)))
     for path in (folder / TAG).iterdir():
         command("verify", path)
-    assert "are of different runs or steps" in command("verify", folder, status=1).out
+    assert "are from different runs or steps" in command("verify", folder, status=1).out
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -321,14 +321,14 @@ def _lies() -> dict[str, tuple[int, Callable[[Files], object], str]]:
     """The stage, the change, and a part of the error."""
     size = torch.Size
     return {
-        "a shape that is too large": (2, lambda f: shapes(f).update(scale=size([99])), "does not fit|other shapes"),
+        "a shape that is too large": (2, lambda f: shapes(f).update(scale=size([99])), "does not fit|different shapes"),
         "a huge shape": (3, lambda f: [shapes(f, i).update(scale=size([1 << 61, 3])) for i in (0, 1)], "does not fit"),
         "a shape that is too small": (
             3,
             lambda f: [shapes(f, i).update({"up.bias": size([2])}) for i in (0, 1)],
             "disagree",
         ),
-        "a shape in another order": (2, lambda f: shapes(f).update({"up.weight": size([5, 7])}), "other shapes"),
+        "a shape in another order": (2, lambda f: shapes(f).update({"up.weight": size([5, 7])}), "different shapes"),
         "a tie of two parameters": (2, lambda f: f.models[0]["shared_params"].update(scale="up.bias"), "twice in"),
         "a frozen parameter that is trained": (
             3,
@@ -350,7 +350,11 @@ def _lies() -> dict[str, tuple[int, Callable[[Files], object], str]]:
             "different runs",
         ),
         "model states of two steps": (3, lambda f: f.models[1].update(global_steps=4), "different runs"),
-        "other groups in one rank": (2, lambda f: flats(f, 1).append(torch.ones(2)), "as many|different"),
+        "other groups in one rank": (
+            2,
+            lambda f: flats(f, 1).append(torch.ones(2)),
+            "number of flat tensors|different",
+        ),
         "flat data of two dtypes": (2, lambda f: flats(f, 1).append(flats(f, 1).pop().double()), "dtypes"),
         "flat data with two dimensions": (2, lambda f: flats(f).__setitem__(0, torch.ones(2, 2)), "one dimension"),
         "flat data that is none": (2, lambda f: flats(f).__setitem__(0, 3), "not a plain tensor"),
@@ -381,7 +385,7 @@ def test_a_lie_is_a_typed_error(lie: str, tmp_path: Path) -> None:
 def test_quantized_optimizers(tmp_path: Path, command: Command) -> None:
     """Refused; at stages 1 and 2 the 16-bit weights are in one file, and at stage 3 nowhere."""
     folder = write_zero(tmp_path / "two", change=quantized)
-    with pytest.raises(UnsupportedError, match="absmax1 has not one number for each weight") as caught:
+    with pytest.raises(UnsupportedError, match="absmax1 does not have one number for each weight") as caught:
         ckptconv.convert(folder, tmp_path / "out.pt")
     assert "mp_rank_00_model_states.pt" in str(caught.value.hint)
     command("convert", folder / TAG / "mp_rank_00_model_states.pt", tmp_path / "half.pt", "--state-dict")

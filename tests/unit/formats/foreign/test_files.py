@@ -90,7 +90,7 @@ ONNX = b"\x08\x07\x12\x07pytorch\x1a\x032.0\x3a\x05\x0a\x03abc"
 #: By what it is: bytes, what the message says, what the next step says.
 FILES: dict[str, tuple[bytes, str, str]] = {
     "empty": (b"", "the file is empty", "download or copy it again"),
-    "pointer": (LFS, "a Git LFS pointer, not the file itself of 123,456,789 bytes", "with Git LFS"),
+    "pointer": (LFS, "a Git LFS pointer, not the file itself .123,456,789 bytes", "with Git LFS"),
     "pointer without size": (LFS[:60], "a Git LFS pointer, not the file itself", "with Git LFS"),
     "login page": (
         b"<!DOCTYPE html>\n<html><head><title>Sign in\n to X</title>",
@@ -130,10 +130,10 @@ FILES: dict[str, tuple[bytes, str, str]] = {
     ),
     "configuration": (
         b'{"architectures": ["X"]}',
-        r"a model's configuration,, not a checkpoint: '{",
+        r"a model's configuration, not a checkpoint: '{",
         "file with the weights",
     ),
-    "JSON": (b"[1, 2]", r"a JSON file,, not a checkpoint: '\[1, 2\]'", "file with the weights"),
+    "JSON": (b"[1, 2]", r"a JSON file, not a checkpoint: '\[1, 2\]'", "file with the weights"),
     "Python": (
         b"import torch\nx = 1\n" + b"# long" * 99,
         r"a text file, which starts with 'import torch x = 1 # long#.*…'",
@@ -269,24 +269,24 @@ def test_an_index_of_shards_by_its_content(tmp_path: Path) -> None:
 ZIPS: dict[str, tuple[dict[str, bytes], str, str]] = {
     "torch 1.0": (
         {"m/model.json": b"{}", "m/code/m.py": b"", "m/tensors/0": b""},
-        "a TorchScript archive as torch wrote it before 1.3",
+        "a TorchScript archive from torch before 1.3",
         "torch.jit.load",
     ),
     "torch 1.2": (
         {"m/model.json": b"{}", "m/attributes.pkl": b"N."},
-        "a TorchScript archive as torch wrote it before 1.3",
+        "a TorchScript archive from torch before 1.3",
         "torch 1.13",
     ),
     "pt2": (
         {"m/archive_format": b"pt2", "m/data/weights/w": b""},
         r"a \.pt2 archive",
-        "if you trust who made it, for it can run code, save its weights alone: python -I -c 'import torch; "
+        "if you trust who made it, for it can run code, save only its weights: python -I -c 'import torch; "
         "torch.save(torch.export.load(",
     ),
     "pt2 of AOTInductor": (
         {"m/archive_format": b"pt2", "m/data/aotinductor/model/x.so": b"", "m/data/weights/weight_0": b""},
         r"a \.pt2 archive of AOTInductor",
-        "aoti_load_package",
+        "model that it was compiled from",
     ),
     "pt2 of AOTInductor and its program": (
         {"m/archive_format": b"pt2", "m/data/aotinductor/model/x.so": b"", "m/models/model.json": b"{}"},
@@ -322,10 +322,10 @@ ZIPS: dict[str, tuple[dict[str, bytes], str, str]] = {
     ),
     "Word": (
         {"[Content_Types].xml": b"", "word/a.xml": b"", "word/b.xml": b"", "c": b""},
-        "none of torch's: .*word/b.xml and 1 more .*FOLDER/data.pkl",
+        "not of torch: .*word/b.xml and 1 more .*FOLDER/data.pkl",
         "",
     ),
-    "Java": ({"META-INF/MANIFEST.MF": b""}, "none of torch's: META-INF/MANIFEST.MF", ""),
+    "Java": ({"META-INF/MANIFEST.MF": b""}, "not of torch: META-INF/MANIFEST.MF", ""),
 }
 
 
@@ -552,7 +552,7 @@ def test_a_safetensors_file_that_was_cut_says_how_much_is_missing(say: Make) -> 
         lacking = (
             f"{count(len(data) - size, 'byte')} of {len(data)} missing"
             if size >= start
-            else f"{count(start - size, 'byte')} of it missing"
+            else f"{count(start - size, 'byte')} of it and all tensors are missing"
         )
         assert lacking in str(error)
         assert error.hint == "download or copy it again"
@@ -619,7 +619,7 @@ def test_a_pickle_without_tensors_is_described(say: Make, kind: str, protocol: i
     error = say(pickle.dumps(obj, protocol), "x.pkl")
     assert isinstance(error, UnsupportedError)
     assert re.search(what, str(error)), str(error)
-    assert kind == "an array" or error.hint == "it holds no weights; use the file with the weights"
+    assert kind == "an array" or error.hint == "it contains no weights; use the file with the weights"
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -633,7 +633,7 @@ def test_torchs_words_without_tensors_are_no_weights(say: Make, protocol: int) -
 def test_a_dangerous_pickle_gets_no_command(say: Make) -> None:
     """Whatever else is in it."""
     error = say(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n0cposix\nsystem\n(X\x02\0\0\0lstR.")
-    assert "names what no checkpoint needs (posix.system)" in str(error)
+    assert "functions that no checkpoint needs (posix.system)" in str(error)
     assert error.hint == "do not load it"
 
 
@@ -694,7 +694,7 @@ PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
         f"{n} bytes behind a zip": (
             OF_TORCH + b"\n" * n,
             MalformedError,
-            f"does not end where the zip archive ends: {count(n, 'byte')} behind it",
+            f"does not end where the zip archive ends: {count(n, 'byte')} after it",
         )
         for n in (1, 999)
     },
@@ -707,7 +707,7 @@ PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
     "a checkpoint's bare pickle": (
         records_of(OF_TORCH)["data.pkl"],
         UnsupportedError,
-        "the pickle of a torch checkpoint without the storages",
+        "the pickle of a torch checkpoint without its storages",
     ),
     "two pickles": (
         pickle.dumps([1]) * 2,
@@ -721,10 +721,10 @@ PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
         "a list of 1 item, with objects of sklearn in it",
     ),
     # raw arrays between the opcodes: the pickle cannot be parsed
-    "a file of joblib's": (
+    "a joblib file": (
         b"\x80\x04\x95\x10\0\0\0\0\0\0\0\x8c\x13joblib.numpy_pickle\x94" + bytes(99),
         UnsupportedError,
-        "a file of joblib's",
+        "a joblib file",
     ),
     # a limit, not a description
     "an integer too long for any checkpoint": (

@@ -95,7 +95,7 @@ FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
             "trainer_state.json",
             "training_args.bin",
         ],
-        "the model in it is model.safetensors, beside optimizer.pt, rng_state.pth, scheduler.pt and 1 more",
+        "the model in it is model.safetensors, next to optimizer.pt, rng_state.pth, scheduler.pt and 1 more",
         ["{}/model.safetensors"],
     ),
     "DCP": (

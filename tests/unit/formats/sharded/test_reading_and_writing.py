@@ -373,12 +373,12 @@ def swap(index: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (add_ghost, "1 tensor stands in no shard, but in the index: 'ghost' not in "),
+        (add_ghost, "1 tensor is in no shard, but in the index: 'ghost' not in "),
         (
             lambda index: index["weight_map"].pop("module.3.weight"),
-            "1 tensor stands in a shard, but not in the index: 'module.3.weight'",
+            "1 tensor is in a shard, but not in the index: 'module.3.weight'",
         ),
-        (swap, "2 tensors stand in another shard than the index says: "),
+        (swap, "2 tensors are in a shard other than the index says: "),
     ],
     ids=["missing", "unknown", "swapped"],
 )
@@ -401,7 +401,7 @@ def test_a_doubled_tensor(saved: Path, no: Path) -> None:
         content = load_file(shards[1])  # mapped
         shards[1].unlink()
         save_file({**content, "module.0.weight": torch.zeros(1)}, shards[1])
-    words = "1 tensor stands in more than one shard: 'module.0.weight' in "
+    words = "1 tensor is in more than one shard: 'module.0.weight' in "
     assert "delete the index" not in contradiction(saved, no, words)  # it would not help
     index_path(saved).unlink()
     contradiction(saved, no, words)
@@ -420,7 +420,7 @@ def test_names_of_somebodys_own(tmp_path: Path, out: Path, no: Path) -> None:
     assert sorted(os.listdir(out)) == ["a.safetensors", "b.safetensors", "the.index.json"]
     assert_equal(load_set(out), {"0": torch.ones(1), "1": torch.ones(2)})
     index.write_text(json.dumps({"weight_map": {**places, "2": "a"}}))
-    refused(RefusedError, "one name", index, no, format="safetensors")
+    refused(RefusedError, "the same name", index, no, format="safetensors")
     convert(index, tmp_path / "same")
     assert sorted(os.listdir(tmp_path / "same")) == ["a", "a.bin", "b", "the.index.json"]
 
@@ -474,7 +474,7 @@ def test_shards_of_two_formats(tmp_path: Path, no: Path) -> None:
 @pytest.mark.parametrize("content", [[torch.ones(2)], {1: torch.ones(2)}, OrderedDict([(b"a", torch.ones(2))])])
 def test_shards_that_are_no_state_dicts(tmp_path: Path, no: Path, content: Any) -> None:
     """What has no names is no part of one."""
-    refused(UnsupportedError, r"no mapping|no names", save_shards(tmp_path / "set", content), no)
+    refused(UnsupportedError, r"not a mapping|not names", save_shards(tmp_path / "set", content), no)
 
 
 def test_a_name_that_stands_twice_in_a_shard(tmp_path: Path, no: Path) -> None:
@@ -515,7 +515,7 @@ def test_texts_of_safetensors(tmp_path: Path, out: Path) -> None:
     report = convert(saved, tmp_path / "one.safetensors")
     assert metadata_of(tmp_path / "one.safetensors") == {"a": "1", "b": "x", "c": "z"}
     assert [(each.path, each.why) for each in report.left_behind] == [
-        ("model-00002-of-00002.safetensors/__metadata__/b", "other shards have another text there")
+        ("model-00002-of-00002.safetensors/__metadata__/b", "other shards have different text there")
     ]
     for format, size in (("pt", None), ("pt", 4), ("safetensors", 4)):
         report = convert(saved, tmp_path / f"{format}{size}", format=format, max_shard_size=size)

@@ -175,10 +175,10 @@ def test_one_state_dict_is_compared_with_safetensors(tmp_path: Path) -> None:
         (note,) = found.notes
         assert (
             note.startswith("not compared: ")
-            and f" in {side} that are not tensors (optimizer, epoch, device, classes, " in note
+            and f" of {side} other than tensors (optimizer, epoch, device, classes, " in note
         )
         (note,) = compare(tmp_path / a, tmp_path / b, Edits(), brief=True).notes
-        assert " that are not tensors (optimizer, epoch, device and " in note
+        assert " other than tensors (optimizer, epoch, device and " in note
 
 
 # What is different
@@ -398,7 +398,7 @@ def test_a_scale_alone_is_found(tmp_path: Path) -> None:
     a, b = (torch._make_per_tensor_quantized_tensor(torch.arange(4).to(torch.int8), scale, 0) for scale in (0.5, 0.25))
     found = ckptconv.diff(saved(tmp_path / "a.pt", {"q": a}), saved(tmp_path / "b.pt", {"q": b}))
     (only,) = found.differing
-    assert only.made_of == ("quantized", "quantized, of other parts") and only.values == ValueDifference(4, 0)
+    assert only.made_of == ("quantized", "quantized, with different parts") and only.values == ValueDifference(4, 0)
 
 
 def test_numbers_that_share_a_byte(tmp_path: Path) -> None:
@@ -980,7 +980,9 @@ def test_no_room_to_inflate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     done = ckptconv_with_small_files(100_000, "diff", a, tmp_path / "b.pt", "-q", TMPDIR=str(tmp_path))
     assert done.returncode == 2
     said = done.stderr
-    assert said.startswith(f"ckptconv: {tmp_path}: a deflated part of {tmp_path}/b.pt cannot be inflated there ")
+    assert said.startswith(
+        f"ckptconv: {tmp_path}: compressed data of {tmp_path}/b.pt cannot be unpacked to a temporary file "
+    )
     assert "expected 4,000,000 bytes temporarily, got File too large" in said and "set TMPDIR" in said
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(ckptconv.OutputError, match=r"No such file.*set TMPDIR"):
@@ -1266,7 +1268,7 @@ def test_programs_without_weights(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(scripted(torch.nn.ReLU()))
     found = ckptconv.diff(tmp_path / "a.pt", tmp_path / "a.pt")
     assert found.same
-    assert found.notes[0].startswith("neither has a tensor: of a TorchScript archive, only the weights are compared")
+    assert found.notes[0].startswith("neither has a tensor: only the weights of a TorchScript archive are compared")
 
 
 def test_keys_that_are_equal_zeros(tmp_path: Path) -> None:
