@@ -207,7 +207,7 @@ def test_a_common_state_twice(tmp_path: Path) -> None:
     """Megatron-Core reads ``common.pt`` if it is there, so no item takes its place, and nothing in it is missed."""
     src = write_megatron(tmp_path / "new", "0.19", {"w": torch.ones(2)})
     torch.save({"x": Reduced(os.system, ("true",))}, src / "common.pt")
-    refused(MalformedError, "'common.pt' and another item cannot both stand", src, tmp_path / "out.pt")
+    refused(MalformedError, "'common.pt' and another item have the same path", src, tmp_path / "out.pt")
     for item in ([1], torch.ones(3)):
         src = write_megatron(tmp_path / type(item).__name__, state={"w": torch.ones(2), "common.pt": item})
         refused(MalformedError, "an item has the name of the file common.pt", src, tmp_path / "out.pt")
