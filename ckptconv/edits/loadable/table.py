@@ -281,7 +281,7 @@ NUMPY_TYPE = Row(
 )  # a table  # fmt: skip
 #: All other classes, if ``loadable_objects`` is set.
 OTHER = Row(
-    "any other object, with `--loadable-objects`", (), None, "dict",
+    "any other object, if requested", (), None, "dict",
     "the name of its class, and its attributes", "{x}[{key!r}]",
 )  # a table  # fmt: skip
 
