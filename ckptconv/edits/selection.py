@@ -343,10 +343,7 @@ def _filter(
         return matches(glob, place.path, place.key) or (source is not None and matches(glob, source, place.key))
 
     def meant(field: str, globs: tuple[str, ...]) -> set[int]:
-        """Return the ids of the places that at least one of `globs` matches. `field` is the name of their option.
-
-        Raises NoMatchError if a glob matches nothing.
-        """
+        """Return the ids of the places that `globs`, of the option `field`, match. Raise NoMatchError without a match."""
         found: set[int] = set()
         for glob in globs:
             searched = places if "/" in glob else named
