@@ -343,7 +343,7 @@ def _filter(
         return matches(glob, place.path, place.key) or (source is not None and matches(glob, source, place.key))
 
     def meant(field: str, globs: tuple[str, ...]) -> set[int]:
-        """Return the ids of the places that `globs` of the option `field` match. Raise NoMatchError if there are none."""
+        """Return the ids of the places that `globs` of the option `field` match. Raise NoMatchError if none does."""
         found: set[int] = set()
         for glob in globs:
             searched = places if "/" in glob else named
