@@ -105,8 +105,7 @@ def _in_place(summary: Summary, style: Style) -> Iterator[str]:
 
 def _values(style: Style, label: str, texts: Sequence[tuple[str, str]], most: int) -> Iterator[str]:
     """Yield a fact with the first `most` of `texts`, which are pairs of a path and a description."""
-    listed = ["" if path == "." else f"{_short(path, _LONGEST_PATH)} = " for path, _ in texts[:most]]
-    listed = [path + _short(text) for path, (_, text) in zip(listed, texts, strict=False)]
+    listed = [_before(path, " = ") + _short(text) for path, text in texts[:most]]
     rest = [f"… {len(texts) - most:,} more (" + option("json") + ")"] if len(texts) > most else []
     return fact(style, label, [*listed, *rest], separator="; ")
 
@@ -288,10 +287,15 @@ def _some_parts(style: Style, kind: str, listed: list[str], most: int) -> Iterat
         yield from fact(style, kind, text)
 
 
+def _before(path: str, sign: str = ": ") -> str:
+    """Return `path` with `sign` after it. Return an empty text for the root."""
+    return "" if path in ("", ".") else _short(path, _LONGEST_PATH) + sign
+
+
 def _part(part: Part, summary: Summary) -> str:
     """Return the text about a group of tensors. For a state dict it includes the prefix of its names."""
     state_dict = next((each for each in summary.state_dicts if each.path == part.path), None)
-    where = "" if part.path in ("", ".") else f"{_short(part.path, _LONGEST_PATH)}: "
+    where = _before(part.path)
     if state_dict is None or part.kind not in ("model", "EMA"):
         listed = ", ".join(first_of(summary.rng_states, _SHOWN)) if part.kind == "RNG states" else ""
         optimizer = next((_optimizer(each) for each in summary.optimizers if each.path == part.path), "")
@@ -328,8 +332,7 @@ def _modules(summary: Summary, style: Style, most: int) -> Iterator[str]:
     has_finding = any(finding.kind == "prefix" for finding in summary.findings)
     every = summary.modules
     for module in every[:most]:
-        where = "" if module.path == "." else f"{_short(module.path, _LONGEST_PATH)}: "
-        what = f"{where}a pickled {_short(module.class_name, _LONGEST_PATH)}"
+        what = f"{_before(module.path)}a pickled {_short(module.class_name, _LONGEST_PATH)}"
         if module.trouble:
             yield from fact(style, "module", f"{what}, without a state dict: {module.trouble}")
             continue

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: The levels of findings that have other words in the last line.
 _WORDS = {"unknown": "cannot be checked"}
 #: The same for the safety of a checkpoint.
-_SAFETY = {"needs code": "needs code that weights_only=True refuses", "holds no code": "contains no code"}
+_SAFETY = {"needs code": "but weights_only=True refuses it", "holds no code": "contains no code"}
 
 
 def verdict_lines(verdict: Verdict, *, quiet: bool = False, verbose: bool = False) -> Iterator[str]:

@@ -551,7 +551,7 @@ class _Object:
                 there = "the output exists now, created by another process"
                 return TargetExistsError(there, where=self.path, got=got, hint=hint_to_replace())
             return OutputError(f"could not be written: {said.get('Message', 'refused')}", where=self.path, got=got)
-        return OutputError(f"could not be written: {type(error).__name__}", where=self.path)
+        return OutputError(f"could not be written: the connection failed ({type(error).__name__})", where=self.path)
 
 
 def _status(error: ClientError) -> int:

@@ -516,7 +516,7 @@ def test_an_empty_path(sound: Path, monkeypatch: pytest.MonkeyPatch, run: Comman
         ),
         (
             lambda path: torch.save(Custom(), path),
-            "ok: m.pt: torch zip, 6 checksums right, needs code that weights_only=True refuses",
+            "ok: m.pt: torch zip, 6 checksums right, but weights_only=True refuses it",
         ),
         (
             lambda path: torch.save(STATE, path, _use_new_zipfile_serialization=False),
