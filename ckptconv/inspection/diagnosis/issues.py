@@ -379,8 +379,8 @@ def shared(scope: Scope) -> Iterator[Issue]:
                 reach, whose = stop, name
     if pairs:
         text = (
-            f"tensors of the state dict share memory ({some(pairs)}): safetensors' save_file refuses them, but this"
-            " conversion works"
+            f"tensors of the state dict share memory ({some(pairs)}): safetensors' save_file refuses them; ckptconv"
+            " converts them"
         )
         yield Issue("ties", text, _TO_SAFETENSORS)
 

@@ -296,7 +296,7 @@ UNEVEN.changes.names.append(NameChange("n", "module.c", "c"))
         (UNEVEN, {}, ["module.* → *: 3 names in m, n, such as module.a → a"]),
         (renamed(PAIR[0], paths=("m",)), {}, ["module.a → a in m"]),
         (renamed(("a", "b"), paths=("m", "n")), {}, ["a → b in m, n"]),
-        (renamed(*PAIR), {"every_name": True}, [".: module.a → a", ".: module.b → b"]),
+        (renamed(*PAIR), {"every_name": True}, ["module.a → a", "module.b → b"]),
         (renamed(*PAIR), {"style": Style(80, unicode=False)}, ["module.* -> *: 2 names, such as module.a -> a"]),
     ],
     ids=["root", "as many in several", "in all of them", "one name", "one name in several", "each", "in ASCII"],
