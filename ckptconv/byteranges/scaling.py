@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from math import inf, ldexp, nan
 from typing import Any
@@ -24,6 +25,8 @@ from ckptconv.dtypes import BY_NAME
 _WINDOW = 1 << 20  # bytes of rows that are read at once if only some of their columns are needed
 _STRIP = 64  # rows that are transposed at once: one cache line of each fits into the cache
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_STEPS = (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0)
+_STEP = "step of "
 #: The bits of the mantissa, the bias of the exponent, and the smallest code without a sign that is not finite.
 _FLOAT8 = {
     "float8_e4m3fn": (3, 7, 0x7F),
@@ -66,6 +69,22 @@ def read_scaled(piece: Scaled, offset: int, buffer: memoryview) -> None:
                     box[top - first : end - first, i : i + _STRIP] = numbers[i : i + _STRIP].T
 
 
+def steps_between(piece: Scaled, offset: int, values: memoryview, others: memoryview, dtype: str) -> float:
+    """Return the largest distance between finite numbers in `values` and `others`, in steps of the codes of `piece`.
+
+    `values` are bytes of `piece` from `offset` on, and `others` as many numbers of `dtype`, a float of 16 or 32 bits.
+    A step is the distance between a code and the next one, times the scale.
+    """
+    xp = _arrays()
+    steps = bytearray(len(values))
+    read_scaled(replace(piece, code_dtype=_STEP + piece.code_dtype), offset, memoryview(steps))
+    with xp.errstate(all="ignore") if hasattr(xp, "errstate") else nullcontext():
+        a, step = (xp.frombuffer(data, dtype=xp.float32) for data in (values, steps))
+        apart = abs(a - _decoded(xp.frombuffer(others, dtype=xp.uint8).reshape(1, -1), dtype)[0]) / abs(step)
+    finite = apart[xp.isfinite(apart)]
+    return float(finite.max()) if len(finite) else 0.0
+
+
 def _boxes(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield boxes that together contain the elements `start` to `stop` (exclusive) of a matrix with `width` columns.
 
@@ -89,7 +108,7 @@ def _fill(out: Any, piece: Scaled, rows: tuple[int, int], columns: tuple[int, in
     _, height, width = piece.matrix
     tall, wide = piece.block
     left, right = columns[0], sum(columns)
-    per_byte = 2 if piece.code_dtype == "fp4" else 1
+    per_byte = 2 if piece.code_dtype.endswith("fp4") else 1
     begin, end = left // per_byte, -(-right // per_byte)
     codes = _region(piece.codes, width // per_byte, rows, (begin, end - begin))
     numbers = _decoded(codes, piece.code_dtype)[:, left - begin * per_byte :][:, : columns[1]]
@@ -153,7 +172,7 @@ def _decoded(data: Any, dtype: str) -> Any:
         return xp.asarray(data.view(getattr(xp, dtype)), dtype=xp.float32)
     flat, n = data.reshape(-1), data.shape[0] * data.shape[1]
     table = xp.frombuffer(_table(dtype), dtype=xp.int64)
-    if dtype == "fp4":
+    if dtype.endswith("fp4"):
         return xp.take(table, xp.asarray(flat, dtype=xp.int64)).view(xp.float32).reshape(len(data), -1)
     if n % 2:
         flat = xp.concatenate([flat, flat[:1]])
@@ -165,13 +184,14 @@ def _decoded(data: Any, dtype: str) -> Any:
 def _table(dtype: str) -> bytearray:
     """Return a table of pairs of float32: for each byte of ``fp4``, or each two bytes of another dtype.
 
-    Looking up two numbers at once is twice as fast.
+    Looking up two numbers at once is twice as fast. With the prefix :data:`_STEP`, the numbers are the steps.
     """
-    if dtype == "fp4":
-        half = [*_FP4, *(-number for number in _FP4)]
+    name = dtype.removeprefix(_STEP)
+    if name == "fp4":
+        half = [*_FP4, *(-number for number in _FP4)] if dtype == name else [*_FP4_STEPS, *_FP4_STEPS]
         return bytearray(b"".join(struct.pack("2f", half[byte & 15], half[byte >> 4]) for byte in range(256)))
-    if dtype in _FLOAT8:
-        numbers = [_number(code, *_FLOAT8[dtype]) for code in range(256)]
+    if name in _FLOAT8:
+        numbers = [_number(code, *_FLOAT8[name])[dtype != name] for code in range(256)]
     else:
         numbers = [ldexp(1, code - (128 if dtype == "ldexp" else 127)) for code in range(256)]
     if dtype in ("uint8", "float8_e8m0fnu"):
@@ -180,10 +200,11 @@ def _table(dtype: str) -> bytearray:
     return bytearray(b"".join(packed[pair & 255] + packed[pair >> 8] for pair in range(65536)))  # little-endian
 
 
-def _number(code: int, bits: int, bias: int, odd: int) -> float:
-    """Return the number of the float8 `code`, in a dtype of :data:`_FLOAT8`."""
+def _number(code: int, bits: int, bias: int, odd: int) -> tuple[float, float]:
+    """Return the number of the float8 `code`, in a dtype of :data:`_FLOAT8`, and the step to the next number."""
     size, sign = code & 127, -1 if code > 127 else 1
     if size >= odd or (odd == 128 == code):
-        return sign * inf if size == odd == 0x7C else nan
+        return (sign * inf if size == odd == 0x7C else nan), nan
     exponent, mantissa = size >> bits, size & (1 << bits) - 1
-    return sign * ldexp(mantissa + (bool(exponent) << bits), max(exponent, 1) - bias - bits)
+    step = ldexp(1, max(exponent, 1) - bias - bits)
+    return sign * ((mantissa + (bool(exponent) << bits)) * step), step

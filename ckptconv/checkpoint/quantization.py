@@ -40,10 +40,12 @@ _OF_INPUTS = ("input_scale", "input_scale_inv", "input_global_scale", "scale_inp
 _MARK = "scaled_fp8"  # of ComfyUI: an empty tensor
 #: The last part of a name that only a scale of a weight has.
 _SCALE = regex(r"(?!input_)(.*weight_scale(_inv|_2)?|.*_scale_inv|scale_weight|weight_global_scale)")
+_CONVERTER = "convert_checkpoint of compressed-tensors (CompressedTensorsDequantizer)"
 #: Tensors of layouts that are not in the table, by the last parts of their names, with the program that decodes them.
 _OTHERS = (
     (regex(r"(.*\.)?qweight"), "GPTQ or AWQ", "GPTQModel (dequantize_weight() of each layer)"),
     (regex(r".*(\.SCB|\.quant_state\.bitsandbytes__\w+)"), "bitsandbytes", "model.dequantize() of transformers"),
+    (regex(r"(.*\.)?weight_shape"), "packed integers of compressed-tensors", _CONVERTER),
 )
 
 
@@ -162,7 +164,8 @@ def of_other_programs(tensors: Mapping[str, TensorInfo]) -> tuple[int, str, str]
     for pattern, layout, program in _OTHERS:
         if n := sum(bool(pattern.fullmatch(name)) for name in tensors):
             return n, layout, program
-    return None
+    n = sum(info.dtype == "int8" and f"{name}_scale" in tensors for name, info in tensors.items())
+    return (n, "8-bit integers with scales", _CONVERTER) if n else None
 
 
 def torchao_layout(node: Value) -> str | None:

@@ -1,13 +1,17 @@
 """Quantized weights against the libraries that define the layouts: compressed-tensors and transformers.
 
 ``CKPTCONV_JUDGES`` is a folder with compressed-tensors: ``pip install --no-deps --target FOLDER
-compressed-tensors==0.20.0 psutil loguru``, as ``.ci/quantized`` does. Without it, its tests are skipped.
+compressed-tensors==0.20.0 nvidia-modelopt==0.47.0 psutil loguru``, as ``.ci/quantized`` does. Without it, its tests are
+skipped.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +100,44 @@ def test_compressed_tensors(name: str, tmp_path: Path) -> None:
     want = compressor.decompress(dict(state), preset_name_to_scheme(name, ["Linear"]))["weight"]
     found = converted(tmp_path, {f"a.{key}": value for key, value in state.items()}, "bf16")
     assert_equal(found["a.weight"], want.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(33, 48), (128, 256), (2, 16), (7, 160)])
+def test_nvfp4_of_modelopt(
+    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NVFP4QTensor.dequantize(). Its file is loaded without the rest of the package, which needs much more."""
+    file = Path(os.environ.get("CKPTCONV_JUDGES", ""), "modelopt/torch/quantization/qtensor/nvfp4_tensor.py")
+    if not file.exists():
+        pytest.skip("no nvidia-modelopt")
+    root = "modelopt.torch.quantization"
+    base = type("Base", (), {"__init__": lambda self, *values: self.__dict__.update(values=values)})
+    parts = {
+        "backends.utils": ["fp4_compatible"],
+        "utils": ["reduce_amax", "reduce_block_amax", "reduce_block_padding"],
+    }
+    parts |= {
+        "utils.numeric_utils": ["E2M1_MAX", "E4M3_MAX", "fp8_max_for_normalization"],
+        "qtensor": [],
+        "backends": [],
+    }
+    parts |= {"qtensor.base_qtensor": ["BaseQuantizedTensor"]}
+    for name in ("modelopt", "modelopt.torch", root, *(f"{root}.{each}" for each in parts)):
+        stub = types.ModuleType(name)
+        stub.__dict__.update(dict.fromkeys(parts.get(name.removeprefix(f"{root}."), []), base), __path__=[])
+        monkeypatch.setitem(sys.modules, name, stub)
+    spec = importlib.util.spec_from_file_location(f"{root}.qtensor.nvfp4_tensor", file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    packed, scale = codes(shape[0], shape[1] // 2), codes(shape[0], shape[1] // 16).view(torch.float8_e4m3fn)
+    tensor, second = module.NVFP4QTensor(), torch.rand(()) * 3
+    tensor.metadata, tensor._quantized_data = {"shape": torch.Size(shape)}, packed
+    want = tensor.dequantize(dtype, scale=scale, double_scale=second, block_sizes={-1: 16})
+    model = {"a.weight": packed, "a.weight_scale": scale, "a.weight_scale_2": second}
+    found = converted(tmp_path, model, dtype)["a.weight"]
+    assert_equal(found + 0.0, want + 0.0)  # its -0 is 0
 
 
 def test_a_model_gives_the_same_logits(tmp_path: Path) -> None:

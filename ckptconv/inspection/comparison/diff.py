@@ -544,6 +544,11 @@ class _Comparison:
             yield (
                 f"{count(len(near), 'tensor')} differ within the tolerance, by {most:.3g} at most: {self.some(near)}"
             )
+        if steps := self.values.steps.values():
+            yield (
+                f"quantized weights differ by at most {max(steps):.3g} steps of their codes"
+                " (rounding to the nearest code gives 0.5)"
+            )
         unread = self.values.unread
         if unread:
             yield (

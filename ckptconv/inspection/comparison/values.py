@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
-from ckptconv.byteranges.spans import ByteRange, Cast, Gather, Inflate, Meter, Piece
+from ckptconv.byteranges.spans import ByteRange, Cast, Gather, Inflate, Meter, Piece, Scaled
 from ckptconv.byteranges.threads import Threads
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, piece_of
@@ -183,6 +183,7 @@ class Values:
         #: The results. None if bytes differ, but it is not known whether they belong to the tensors.
         self.found: dict[Key, ValueDifference | None] = {}
         self.near: dict[Key, float] = {}
+        self.steps: dict[Key, float] = {}
         self.wanted: dict[Key, tuple[TensorInfo, TensorInfo]] = {}
         self._repeats: dict[Key, int] = {}
         self._packed: dict[Key, int] = {}
@@ -425,9 +426,23 @@ class Values:
                 sizes = [BLOCK * get_dtype(info.dtype).itemsize for info in infos]
                 rooms = [memoryview(bytearray(size)) for size in sizes]
                 both = zip(fillings(reader.chunks(a), rooms[0]), fillings(reader.chunks(b), rooms[1]), strict=True)
+                at = 0
                 for left, right in both:
-                    comparer.add(rooms[0][:left], rooms[1][:right])
+                    parts = rooms[0][:left], rooms[1][:right]
+                    comparer.add(*parts)
+                    self.see_steps(key, (a, b), at, parts)
+                    at += BLOCK
                 self.conclude(key, comparer)
+
+    def see_steps(self, key: Key, pieces: tuple[Piece, Piece], first: int, parts: tuple[memoryview, ...]) -> None:
+        """Update ``steps`` with the elements in `parts`, from `first` on, if one of `pieces` is quantized."""
+        for i, piece in enumerate(pieces):
+            dtype = self.wanted[key][1 - i].dtype
+            if isinstance(piece, Scaled) and dtype in ("float32", "bfloat16", "float16"):
+                from ckptconv.byteranges.scaling import steps_between
+
+                steps = steps_between(piece, 4 * first, parts[i], parts[1 - i], dtype)
+                self.steps[key] = max(self.steps.get(key, 0.0), steps)
 
     def comparer(self, a: TensorInfo, b: TensorInfo) -> Comparer:
         """Return a comparer for the dtypes of `a` and `b`."""

@@ -122,3 +122,16 @@ def test_rows_of_which_some_columns_are_read(tmp_path: Path, monkeypatch: pytest
     for window in (1, 40, 1000):
         monkeypatch.setattr(scaling, "_WINDOW", window)
         assert values(each, 400) == found
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT8, "fp4"])
+def test_steps(dtype: str) -> None:
+    """A step is the distance to the next larger number, but of the largest number, to the one before."""
+    byte = range(8) if dtype == "fp4" else range(128)
+    numbers, steps = (
+        torch.frombuffer(scaling._table(name), dtype=torch.float32).view(-1, 2)[: len(byte), 0]
+        for name in (dtype, scaling._STEP + dtype)
+    )
+    finite = numbers[numbers.isfinite()]
+    assert torch.equal(steps[: len(finite) - 1], finite.diff()) and steps[len(finite) - 1] == finite.diff()[-1]
+    assert steps[len(finite) :].isnan().all()

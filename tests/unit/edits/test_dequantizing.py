@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import types
+from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -290,7 +292,11 @@ def test_two_readings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "layout", "program"),
-    [("a.qweight", "GPTQ or AWQ", "GPTQModel"), ("a.SCB", "bitsandbytes", "dequantize()")],
+    [
+        ("a.qweight", "GPTQ or AWQ", "GPTQModel"),
+        ("a.SCB", "bitsandbytes", "dequantize()"),
+        ("a.weight_shape", "packed integers of compressed-tensors", "CompressedTensorsDequantizer"),
+    ],
 )
 def test_layouts_of_other_programs(name: str, layout: str, program: str, tmp_path: Path) -> None:
     """They stay as they are, and a note names the program that decodes them."""
@@ -299,6 +305,50 @@ def test_layouts_of_other_programs(name: str, layout: str, program: str, tmp_pat
     report = ckptconv.convert(tmp_path / "src.safetensors", tmp_path / "dst.safetensors", dtype="bf16")
     assert any(layout in note and program in note for note in report.notes)
     assert load_file(tmp_path / "dst.safetensors")[name].dtype == torch.int32
+
+
+def test_integers_with_scales(tmp_path: Path) -> None:
+    """The same of 8-bit integers, as compressed-tensors writes them."""
+    model = {"a.weight": codes(4, 4).view(torch.int8), "a.weight_scale": torch.rand(4, 1), "b.weight": torch.rand(4)}
+    save_file(model, tmp_path / "src.safetensors")
+    report = ckptconv.convert(tmp_path / "src.safetensors", tmp_path / "dst.safetensors", dtype="bf16")
+    (note,) = (note for note in report.notes if "1 weight of 8-bit integers with scales" in note)
+    assert "convert_checkpoint" in note
+    assert load_file(tmp_path / "dst.safetensors")["a.weight"].dtype == torch.int8
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_hundred_scales_that_lie(seed: int, tmp_path: Path) -> None:
+    """Scales of odd shapes, dtypes and names are refused, or give what the block that fits gives, never bare codes."""
+    random, outcomes = Random(seed), Counter[str]()
+    torch.manual_seed(seed)
+    for _ in range(50):
+        rows, columns = random.choice([(256, 384), (130, 200), (64, 96), (200, 1), (3, 160)])
+        grids = [(-(-rows // 128), -(-columns // 128)), (rows, 1), (1, columns), (1,), (), (rows, -(-columns // 32))]
+        odd = [(columns, 1), (1, rows), (2,), (-(-columns // 128), -(-rows // 128)), (rows,)]
+        grid = random.choice([*grids, *grids, *odd])
+        kind = random.choice([torch.float32, torch.bfloat16, torch.float32, torch.int32, torch.bool, torch.float64])
+        scale = (scales(*grid) if grid else torch.tensor(2.5)) * random.choice([1, 1, 0, torch.nan])
+        name = random.choice(["weight_scale_inv", "weight_scale_inv", "weight_scale", "scale", "other", "wieght_scale"])
+        weight = codes(rows, columns)
+        model = {"a.weight": weight.view(torch.float8_e4m3fn), f"a.{name}": scale.to(kind), "b": torch.rand(3)}
+        try:
+            found = converted(tmp_path, model, "fp32")["a.weight"]
+        except ckptconv.RefusedError:
+            outcomes["refused"] += 1
+            continue
+        if found.dtype == torch.float8_e4m3fn:  # no scale was found, and the report says that it is not cast
+            assert name in ("other", "wieght_scale")
+            outcomes["kept"] += 1
+            continue
+        outcomes["computed"] += 1
+        full = scale.to(kind).float().numpy()
+        full = full.reshape(-1, 1) if full.ndim < 2 else full
+        blocks = [(128, 128), (1, columns), (rows, 1), (rows, columns)]
+        fitting = [b for b in blocks if full.shape == (-(-rows // b[0]), -(-columns // b[1]))]
+        wanted = [reference(E4M3[weight.numpy()], full, block, torch.float32) for block in fitting]
+        assert any(torch.equal(found.nan_to_num(7), each.nan_to_num(7)) for each in wanted), (grid, kind, name)
+    assert min(outcomes.values()) > 4 and len(outcomes) == 3, outcomes
 
 
 def test_a_mark_of_comfyui(tmp_path: Path) -> None:
@@ -370,3 +420,21 @@ def test_diff_compares_values(tmp_path: Path) -> None:
         assert any("fp8 in blocks of 128×128: compared by value" in note for note in found.notes)
     ckptconv.convert(tmp_path / "q.safetensors", tmp_path / "again.safetensors", dtype="fp32")
     assert ckptconv.diff(tmp_path / "q.safetensors", tmp_path / "again.safetensors").same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("moved", "most"), [(0.0, 0.5), (4.0, 4.25)])
+def test_diff_counts_steps(moved: float, most: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Rounding to the nearest code is at most half a step away from the source, in either order."""
+    real = (torch.randn(200, 300) * 0.3).clamp(-0.8, 0.8).to(dtype)
+    scale = torch.full((2, 3), 2.0**-9)
+    model = {"a.weight": (real.float() / scale[0, 0]).to(torch.float8_e4m3fn), "a.weight_scale_inv": scale}
+    near = model["a.weight"][0, 0].float()
+    step = 2.0 ** max(int(near.abs().log2().floor()), -6) / 8 * scale[0, 0]
+    real[0, 0] = (near * scale[0, 0] + moved * step * near.sign()).to(dtype)
+    save_file(model, tmp_path / "q.safetensors")
+    save_file({"a.weight": real}, tmp_path / "real.safetensors")
+    for pair in (("q", "real"), ("real", "q")):
+        (note,) = (note for note in ckptconv.diff(*(tmp_path / f"{name}.safetensors" for name in pair)).notes if "steps" in note)  # fmt: skip  # noqa: E501
+        found = float(note.split("at most ")[1].split(" ")[0])
+        assert max(moved, 0.45) * 0.97 <= found <= most
