@@ -1,4 +1,8 @@
-"""Shared by all tests: generated cases are few here and many in ``.ci/long``; CKPTCONV_CORPUS names the corpus."""
+"""Shared by all tests. CKPTCONV_CORPUS names the corpus.
+
+HYPOTHESIS_PROFILE says how much is run: ``quick`` (the default) has few generated cases and, of a run of all tests,
+not the slow ones; ``gate`` has all tests, and ``long`` many cases and tests/long.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +41,13 @@ if not HAS_TORCH:
 settings.register_profile(
     "gate", max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
+settings.register_profile(
+    "quick", max_examples=20, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
 settings.register_profile("long", max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "quick")
+settings.load_profile(PROFILE)
+_MOST_PROCESSES = 8
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -78,10 +87,28 @@ def _checked(as_dict: Callable[[Result], dict[str, Any]]) -> Callable[[Result], 
 Result.as_dict = _checked(Result.as_dict)  # type: ignore[method-assign]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none. Coverage looks at the tests of each package and of its use alone: the
-    others go over the same lines again and again.
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """If no test was named, use all cores, and leave out slow tests of a quick run."""
+    if config.args_source is pytest.Config.ArgsSource.ARGS or hasattr(config, "workerinput"):  # a process of xdist
+        return
+    if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
+        config.option.numprocesses, config.option.dist = min(os.cpu_count() or 1, _MOST_PROCESSES), "worksteal"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if PROFILE == "quick":
+        config.option.is_without_slow = True  # xdist hands options on
+        print("About 4 minutes on two idle cores. HYPOTHESIS_PROFILE=gate also runs the slow tests.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out slow tests of a quick run, and skip what needs a GPU where there is none.
+
+    Coverage looks only at the tests of each package and of its use: the others go over the same lines again and again.
     """
+    if getattr(config.option, "is_without_slow", False):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     for item in items:
         if item.path.relative_to(TESTS).parts[0] not in ("unit", "e2e"):
             item.add_marker(pytest.mark.untraced)

@@ -73,6 +73,7 @@ def legacy(everything: list[dict[str, str]]) -> list[dict[str, str]]:
     return [row for row in everything if row["container"] == "legacy-pt"]
 
 
+@pytest.mark.slow
 def test_equal_where_torch_can_load(
     checkpoints: list[dict[str, str]], legacy: list[dict[str, str]], tmp_path: Path
 ) -> None:
@@ -283,6 +284,7 @@ def test_every_outcome_is_a_file_or_a_reason(everything: list[dict[str, str]], t
     assert {c: {t: dict(n) for t, n in kinds.items()} for c, kinds in table.items()} == OUTCOMES
 
 
+@pytest.mark.slow
 def test_what_is_only_data_loads(everything: list[dict[str, str]], tmp_path: Path) -> None:
     """``--loadable``: what torch's safe loader took is what it was; of what it refused, what is only data loads now.
 

@@ -1226,6 +1226,7 @@ def advised(case: Case, stem: str, capfd: pytest.CaptureFixture[str]) -> re.Matc
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stem", NAMES, ids=lambda stem: "plain" if stem == "m" else "odd")
 @pytest.mark.parametrize("name", CASES)
 def test_advice(name: str, stem: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -1368,6 +1369,7 @@ def test_elsewhere_is_there(test: str) -> None:
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.slow
 def test_every_advice_is_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -1413,6 +1415,7 @@ def test_programs_that_messages_name() -> None:
     assert hints.python_command("-m", "zipfile") == "python -I -m zipfile"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["npy", "npz", "records", "pointer", "folder of pointers"])
 def test_a_command_runs_nothing_from_its_folder(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     """What is printed about a file is pasted in its folder, where somebody has put modules with the names of Python's

@@ -55,6 +55,7 @@ def test_every_public_name_is_documented() -> None:
                 assert inspect.getdoc(function), (name, method)
 
 
+@pytest.mark.slow
 def test_importing_it_does_not_import_torch() -> None:
     """Nor do the functions that need none; the names that need it are there."""
     code = """
@@ -67,6 +68,7 @@ assert callable(ckptconv.remap) and "torch" in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_snippets_are_typed(tmp_path: Path) -> None:
     """``mypy --strict`` has nothing to say of them; of wrong arguments it has."""
     wrong = tmp_path / "wrong.py"

@@ -128,6 +128,7 @@ def test_the_manual_page_has_every_flag() -> None:
                 assert re.search(rf"{flag}\b", page), (name, flag)
 
 
+@pytest.mark.slow
 def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command line of these ends with status 0 on files of the kind that it names."""
     assert len(shell_lines()) >= 35

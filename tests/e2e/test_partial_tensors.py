@@ -48,6 +48,7 @@ def kinds(path: Path) -> dict[str, tuple[str, list[int], int]]:
 # Made by torch
 
 
+@pytest.mark.slow
 def test_torch_needs_an_import_alone(run: Path) -> None:
     """Of torch's own: ``inspect`` and ``load`` say which module that is, and it is all that it takes."""
     (finding,) = [each for each in ckptconv.inspect(run / "dtensor0.pt").findings if each.kind == "import"]

@@ -28,13 +28,13 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-from torch.export.pt2_archive._package import package_pt2
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import import_utils
 
 import ckptconv
 from ckptconv.cli.main import main
 from tests.support import torch_facts, written, zoo
+from tests.support.archives import records_of, rezipped
 from tests.support.command import Command, in_one_line
 from tests.support.hostile_bytes import saved
 from tests.support.megatron_folders import FFN, GROUPS, HEADS, HIDDEN, LAYERS, VOCAB, write_megatron
@@ -545,7 +545,7 @@ SPACE: dict[str, Any] = {}
 #: What inspect says of what cannot be read.
 UNREAD = {
     cut: "bytes missing",
-    of_export: "a .pt2 archive",
+    of_export: "the weight 'weight' is a pickle",
     pointer: "a Git LFS pointer",
     empty: "the file is empty",
     cut_pickle: "a pickle that was truncated or damaged",
@@ -791,10 +791,12 @@ def torch_bytes(elements: int = 0) -> bytes:
 
 
 def exported() -> bytes:
+    """A program of torch.export with a weight that is a pickle of its class."""
     file = io.BytesIO()
-    program = torch.export.export(nn.Linear(3, 2), (torch.zeros(1, 3),))
-    package_pt2(file, exported_programs={"model": program, "other": program})
-    return file.getvalue()
+    torch.export.save(torch.export.export(nn.Linear(3, 2), (torch.zeros(1, 3),)), file)
+    config = "data/weights/model_weights_config.json"
+    text = records_of(file.getvalue())[config]
+    return rezipped(file.getvalue(), {config: text.replace(b'"use_pickle": false', b'"use_pickle": true')})
 
 
 DAMAGED = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"
@@ -824,7 +826,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "KeyError: 101": (lambda: b"hello world", "a text file.*use the file with the weights"),
     "RuntimeError: PytorchStreamReader failed locating file data.pkl": (
         exported,
-        r"a \.pt2 archive.*save only its weights: python -I -c",
+        r"a pickle.*save only its weights: python -I -c",
     ),
 }
 #: What torch says of a file with a tag, and the tag.

@@ -10,6 +10,7 @@ from tests.long.test_web import check_what_is_saved
 from tests.support.web_page import built, program_of, served
 
 
+@pytest.mark.slow
 def test_chromium_saves_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifteen conversions, each byte for byte, by the command that the page shows; requests are blocked."""
     program_of("chrome")

@@ -31,6 +31,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True, env=env)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "typed",
     ["convert a.pt out.pt --dtype bf16", "convert many out -j 2 --dtype bf16", "diff a.pt many/b.pt --full"],

@@ -129,6 +129,7 @@ sys.meta_path.insert(0, Broken())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [

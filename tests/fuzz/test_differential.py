@@ -55,6 +55,7 @@ def _numbers(line: str) -> tuple[int, int]:
     return int(found[1].replace(",", "")), int(found[2].replace(",", ""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", _STRICTER)
 def test_a_stricter_reader_is_found_out(how: str, tmp_path: Path) -> None:
     """A reader that forgives less misses a global, and the pickle that shows it is kept, made small."""

@@ -228,6 +228,7 @@ def test_a_pipe_that_nobody_reads(src: Path, tmp_path: Path, stream: str) -> Non
     assert sorted(os.listdir(tmp_path)) == ["dst.pt", "expected.pt", "src.pt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
     [

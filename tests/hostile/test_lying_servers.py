@@ -34,6 +34,7 @@ def data() -> bytes:
     return saved({f"layer.{i}": torch.arange(6000.0) for i in range(4)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("honest", [0, 1], ids=["at once", "after the first answer"])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_is_a_typed_error(lie: str, honest: int, data: bytes, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def verdict(url: object) -> tuple[str, set[str]]:
     return found.status, {each.level for each in found.findings} - {"note"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "s.safetensors", "set"])
 def test_at_each_request(fault: str, name: str, folder: Path) -> None:
@@ -81,6 +82,7 @@ def test_at_each_request(fault: str, name: str, folder: Path) -> None:
             assert (status, levels - {"not checked"}) == ("not checked", set()), honest
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 @pytest.mark.parametrize("name", ["zip.pt", "dcp/"])
 def test_in_a_store(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,7 @@ def test_a_program_as_a_shard(tmp_path: Path) -> None:
     assert runs(_LOAD, path, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [

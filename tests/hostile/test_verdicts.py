@@ -101,6 +101,7 @@ def assert_one_verdict(files: Mapping[str, bytes], name: str, tmp_path: Path) ->
     assert files and not differ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "name", "tables"), TABLES, ids=lambda value: str(value))
 def test_of_files(module: str, name: str, tables: list[str], tmp_path: Path) -> None:
     """Each file of the tables of other tests."""

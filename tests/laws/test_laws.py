@@ -151,6 +151,7 @@ RENAMES = (
 )
 
 
+@pytest.mark.slow
 @FEW
 @given(checkpoints(), _NAMES)
 def test_strip_undoes_add(folder: Path, obj: Any, prefix: str) -> None:

@@ -199,6 +199,7 @@ assert compared > 20_000, compared
 """
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.skipif(make.PYTHON not in make.read_table().pythons, reason="the table was made with other Pythons")
 def test_the_same_object_under_all_its_names() -> None:

@@ -65,6 +65,7 @@ def tensor_subclasses() -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_tensor_subclass_of_torch_is_dangerous() -> None:
     """A tensor needs its class, wherever torch has it; other names in the same modules stay dangerous."""
     torch.zeros(0)  # where there is no torch, this skips the test

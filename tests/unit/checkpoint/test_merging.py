@@ -134,6 +134,7 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
     assert [*torch.load(tmp_path / "out.pt")] == [f"{i:03}" for i in range(150)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "limit"), [("bin", 40), ("safetensors", 75)])
 def test_more_shards_than_files_can_be_open(kind: str, limit: int, tmp_path: Path) -> None:
     """Above the hard limit a set is read as below it, by each command and by several threads: the same bytes."""

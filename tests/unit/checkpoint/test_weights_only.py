@@ -127,6 +127,7 @@ def repeated(call: bytes, shared: bytes, times: int) -> bytes:
     return shared + b"q\x00" + b"".join(call.replace(b"%", b"h\x00") for _ in range(times)) + b"t"
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.parametrize(
     ("call", "shared"),

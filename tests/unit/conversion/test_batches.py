@@ -473,6 +473,7 @@ def assert_whole_or_absent(temporaries: bool) -> set[str]:
     return whole
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_killed_and_begun_again(large: Path, jobs: str, convert: Command) -> None:
@@ -493,6 +494,7 @@ def test_killed_and_begun_again(large: Path, jobs: str, convert: Command) -> Non
     assert not any(name.startswith(".") for name in os.listdir("in"))
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("jobs", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -450,6 +450,7 @@ def test_one_safetensors_file_is_no_set(tmp_path: Path) -> None:
     assert report.formats == ("safetensors", "safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [None, "pt", "safetensors"])
 def test_a_dcp_folder_has_one_name_beside_a_set_and_without_one(
     model: Path, ranks: Path, tmp_path: Path, format: str | None

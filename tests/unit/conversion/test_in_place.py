@@ -98,6 +98,7 @@ def test_it_is_what_convert_writes_and_undo_gives_the_old_bytes(checkpoint: Path
     assert not journal_path(checkpoint).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS)
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
 def test_no_torn_state_is_taken_for_whole(

@@ -84,6 +84,7 @@ def outputs(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [{}, {"PYTHONINSPECT": "1"}])
 def test_modules_of_the_current_folder(folder: Path, environment: dict[str, str]) -> None:
     """No process that is started takes a module from the folder in which the command is typed: with -j, and with

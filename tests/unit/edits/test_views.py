@@ -38,6 +38,7 @@ from tests.unit.edits.test_dtype_casts import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["pt", "legacy", "pickle"])
 @pytest.mark.parametrize("source", ["zip", "without checksums", "big-endian", "legacy", "memory"])
 @settings(max_examples=min(settings().max_examples // 4, 300))

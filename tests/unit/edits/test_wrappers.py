@@ -61,6 +61,7 @@ def unwrapped_from(folder: Path, obj: Any, **options: Any) -> tuple[Any, ckptcon
     return round_trip(folder, obj, weights_only=True, unwrap=True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_real_wrappers_come_off(wrapper: str, tmp_path: Path) -> None:
     """Names, order, values and ``_metadata`` are those of the model itself; its own ``module`` stays."""

@@ -617,6 +617,7 @@ def test_a_torch_zip_with_constants_is_a_program_whatever_its_root(src: Path, ds
     refused(RefusedError, "is a program", src, dst, map_location="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.parametrize(
     "line", [b"class X(Module):\n", b'torch.device("cuda:0")\n', b"  a : i\n", b'  __parameters__ = ["a", "b", "c"]\n']

@@ -540,6 +540,7 @@ def test_every_truncation_is_malformed(src: Path, dst: Path) -> None:
     assert os.listdir(src.parent) == ["src.pt"]
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.parametrize("writer", ["torch", "zipfile"])
 def test_every_flipped_bit_is_found_or_harmless(

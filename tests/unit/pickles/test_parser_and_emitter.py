@@ -841,6 +841,7 @@ DEEP = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.parametrize("kind", DEEP)
 def test_depth_of_any_kind_needs_no_stack(kind: str) -> None:

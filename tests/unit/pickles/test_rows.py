@@ -85,6 +85,7 @@ def _both(data: bytes) -> tuple[Graph, Graph]:
     return graph, plain
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.parametrize("wrapped", [(False,), (True,), (True, True, False)])
 @pytest.mark.parametrize("again", [0, 1 << 22])

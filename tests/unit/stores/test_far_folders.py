@@ -136,6 +136,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["set", "deep"], ids=["a set", "a batch"])
 def test_others_come_along(name: str, far: str, run: Path, tmp_path: Path, command: Command) -> None:
     """What is no checkpoint is copied from a far folder, to one, and from one to another, with all below."""

@@ -60,6 +60,7 @@ def store(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
         yield store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("is_far", [True, False], ids=["from S3", "from here"])
 def test_targets(is_far: bool, name: str, store: Store, folder: Path, tmp_path: Path) -> None:
@@ -83,11 +84,13 @@ def test_a_fault_at_every_request(store: Store, monkeypatch: pytest.MonkeyPatch)
     test_far_s3.test_a_fault_at_every_request("refused", store, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_set_and_a_fault_at_every_request(store: Store, tmp_path: Path) -> None:
     """Whichever fails: no open upload, and no index that names files of two sets."""
     test_far_s3.test_a_set_and_a_fault_at_every_request("same names", store, tmp_path)
 
 
+@pytest.mark.slow
 def test_two_that_replace_one_set(store: Store, tmp_path: Path) -> None:
     """A whole set of one of them stays, and the other one says so."""
     test_far_s3.two_that_replace_one_set([13, 14, 99], 250, 250, store, tmp_path)  # before our index, and behind it

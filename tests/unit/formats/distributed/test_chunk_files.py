@@ -68,6 +68,7 @@ def test_parsed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ours: bool
     assert len(parsed) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.parametrize("ours", [False, True])
 def test_every_change_is_seen(tmp_path: Path, ours: bool) -> None:

@@ -86,6 +86,7 @@ def assert_tensors(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 MESH = {name: whole for name, (whole, _) in dcp_ranks.MESH.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows", "threads", "mesh", "files"])
 def test_comes_out_as_torch_makes_it(ranks: Path, tmp_path: Path, dst: Path, name: str) -> None:
     """The file is what dcp_to_torch_save writes: nesting, order of keys, types, values, layout, whatever the number of

@@ -315,6 +315,7 @@ def sharing() -> dict[str, Any]:
     return {"w": torch.ones(1)} | {f"o{i}": (common, i) for i in range(2_000)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", [nested(60), itself(), sharing()], ids=["paths", "itself", "objects"])
 def test_small_files_that_would_become_large(tmp_path: Path, state: dict[str, Any]) -> None:
     torch.save(state, tmp_path / "s.pt")

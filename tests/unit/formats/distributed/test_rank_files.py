@@ -39,6 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_ranks(tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["spread", "sharded"])
 def test_whole(name: str, runs: Path, tmp_path: Path) -> None:
     """Of all dtypes, sizes and placements: what comes out is the whole, bit for bit."""
@@ -53,6 +54,7 @@ def test_models(name: str, runs: Path, tmp_path: Path) -> None:
     assert_merged(runs / name, tmp_path / "out.pt")
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     """As few as can share."""
     torch.zeros(0)  # where there is no torch, this skips the test

@@ -401,6 +401,7 @@ def test_the_command_for_pt2_can_run_code(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_the_commands_for_numpy_work(tmp_path: Path) -> None:
     """.npz and .npy become tensors."""
     numpy.savez(tmp_path / "m.npz", a=numpy.arange(3), b=numpy.ones((2, 2)))
