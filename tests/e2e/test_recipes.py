@@ -746,6 +746,7 @@ def test_every_recipe_has_a_story() -> None:
     "ignore:Detected pickle protocol 4",
     "ignore:.*TorchScript archive",
     "ignore:.*single process",
+    "ignore:.*torch.jit.load. is deprecated",
 )
 @pytest.mark.parametrize("heading", STORIES)
 def test_the_error_comes_up_and_goes(heading: str, capsys: pytest.CaptureFixture[str]) -> None:
