@@ -239,7 +239,7 @@ def make_plan(
         like, model = _beside(edits.like, opened), _beside(edits.model, opened)
         changes = apply(checkpoint, edits, is_emitted=writer.objects, like=like, model=model)
     if writer.objects and not output.allow_unsafe:
-        refuse_dangers(checkpoint, as_archive=writer.records)
+        refuse_dangers(checkpoint, as_archive=writer.records and not is_exported(checkpoint))
     if writer.safe_loader:
         notes += _about_code(checkpoint)
     if not checkpoint.is_byteorder_said and (checkpoint.format != writer.name or changes.dtypes):

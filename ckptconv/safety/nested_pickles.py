@@ -186,7 +186,8 @@ def pickles_in_member(
 ) -> Iterator[Inner | int]:
     """Yield the pickles in `member` of the archive `held`, and numbers as :func:`pickles_in` does.
 
-    Nothing is yielded unless `name` ends in ``.pkl`` or ``.pickle`` or the member starts like a file of torch or NumPy.
+    Nothing is yielded unless `name` is that of a pickle (:func:`_is_pickle`), or the member starts like a file of torch
+    or NumPy.
 
     Args:
         held: The archive.
@@ -359,8 +360,8 @@ def _members(held: Readable) -> tuple[Member, ...]:
 
 
 def _is_pickle(name: str) -> bool:
-    """Return whether `name` ends in ``.pkl`` or ``.pickle``, in upper or lower case."""
-    return name.casefold().endswith((".pkl", ".pickle"))
+    """Return whether `name` ends in ``.pkl`` or ``.pickle``, in upper or lower case, or is an object of a program."""
+    return name.casefold().endswith((".pkl", ".pickle")) or "data/constants/opaque_obj_" in name
 
 
 class _OtherArchive(Exception):

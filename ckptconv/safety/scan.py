@@ -156,6 +156,9 @@ def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern
     search.checkpoint(checkpoint, "")
     if as_archive and checkpoint.script_classes is None:
         search.members(checkpoint)
+        for name, other in checkpoint.beside.items() if torch_zip.is_exported(checkpoint) else ():
+            search.checkpoint(other, f"{name}: ")
+            search.members(other)
     return search.listed()
 
 
@@ -270,8 +273,10 @@ class _Search:
 
         Nothing is searched if the checkpoint is not in an archive. A member with a fault is skipped.
         """
-        archive = checkpoint.container
-        known = {torch_zip.PICKLE, *checkpoint.beside, *(f"data/{key}" for key in checkpoint.storages)}
+        archive, folder = checkpoint.container, "data"
+        if isinstance(archive, torch_zip.ExportedProgram):
+            archive, folder = archive.archive, "data/weights"
+        known = {torch_zip.PICKLE, *checkpoint.beside, *(f"{folder}/{key}" for key in checkpoint.storages)}
         for name, member in archive.names().items() if isinstance(archive, Archive) else ():
             is_asked = self.storages and name != torch_zip.PICKLE
             if name in known and not (is_asked and is_numpy(checkpoint.source, member)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -192,6 +193,22 @@ def test_a_dangerous_sample_input(tmp_path: Path) -> None:
     changed(tmp_path / "m.pt2", tmp_path / "bad.pt2", lambda name, old: (name, data if "sample_in" in name else old))
     summary = ckptconv.inspect(tmp_path / "bad.pt2")
     assert summary.safety == "dangerous" and summary.dangerous
+    for options in ({}, {"map_location": "cuda"}):
+        with pytest.raises(ckptconv.DangerousError, match=r"exec at data/sample_inputs/model\.pt"):
+            ckptconv.convert(tmp_path / "bad.pt2", tmp_path / "out.pt2", **options)
+    ckptconv.convert(tmp_path / "bad.pt2", tmp_path / "w.pt", map_location="cuda")  # the weights do not contain it
+
+
+@pytest.mark.parametrize("name", ["extra/x.pkl", "data/constants/opaque_obj_0"])
+def test_a_dangerous_record(name: str, tmp_path: Path) -> None:
+    """A pickle of another record is found, and not copied with the program."""
+    linear(tmp_path / "m.pt2")
+    changed(tmp_path / "m.pt2", tmp_path / "bad.pt2", lambda each, data: (each, data))
+    with zipfile.ZipFile(tmp_path / "bad.pt2", "a") as archive:
+        archive.writestr(f"m/{name}", pickle.dumps(Reduced(exec, ("1",))))
+    assert ckptconv.inspect(tmp_path / "bad.pt2").safety == "dangerous"
+    with pytest.raises(ckptconv.DangerousError, match=name):
+        ckptconv.convert(tmp_path / "bad.pt2", tmp_path / "out.pt2", map_location="cuda")
 
 
 def test_a_program_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
