@@ -201,7 +201,7 @@ def test_a_dangerous_file_is_named_and_mended_by_its_weights(bridge: Bridge, fol
     assert bridge.inspect("y.pt")["findings"] == []
     assert bridge.inspect("y.pt")["verdict"] == "torch.load refuses it as it is."  # without a list to introduce
     assert bridge.inspect("ddp.pt")["danger"] == []
-    assert bridge.diff("x.pt", "ddp.pt")["dangers"][0].startswith("A: it names posix.system")
+    assert bridge.diff("x.pt", "ddp.pt")["dangers"][0].startswith("A: it contains posix.system")
 
 
 def on_cuda(bridge: Bridge) -> None:

@@ -881,7 +881,10 @@ ZIPS: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: patched(zip64(good_zip()), end_of(zip64(good_zip())) - 12, "<Q", 7),
         "the zip64 locator does not point to a zip64 end record",
     ),
-    "two end records": (lambda: zip_of({"m/data.pkl": b"N."}, comment=zip_of({"m/data.pkl": b"I1\n."})), "two ends"),
+    "two end records": (
+        lambda: zip_of({"m/data.pkl": b"N."}, comment=zip_of({"m/data.pkl": b"I1\n."})),
+        "two end records",
+    ),
     "bytes after the end": (lambda: good_zip() + b"\0", "does not end where the zip archive ends"),
     "bytes before the start": (lambda: b"#!/bin/sh\n" + good_zip(), "a zip archive with 10 bytes before it"),
 }
