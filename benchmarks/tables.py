@@ -434,6 +434,33 @@ def _many(bench: Bench, title: str, code: str) -> None:
         each.unlink()
 
 
+def containers(bench: Bench, size: int) -> None:  # noqa: ARG001 - as above
+    """20,000 small tensors from container to container, and two files that are equal."""
+    src = make(bench.folder / "many.pt", 20_000, programs.MAKE_MANY)
+    other, shards, dcp = bench.folder / "many.safetensors", bench.folder / "many_shards", bench.folder / "many_dcp"
+    for words in ([other], [shards, "--max-shard-size", "300kB"], [dcp, "--format", "dcp", "--ranks", 2]):
+        subprocess.run(ckptconv("convert", "-q", src, *words), check=True, capture_output=True)
+
+    def convert_to(name: str, of: Path) -> list[str]:
+        return ckptconv("convert", "-q", "--force", of, bench.folder / name)
+
+    commands = {
+        "`.safetensors` → `.pt`": convert_to("out.pt", other),
+        "`.pt` → `.safetensors`": convert_to("out.safetensors", src),
+        "shards → `.pt`": convert_to("out.pt", shards),
+        "DCP of 2 ranks → `.pt`": convert_to("out.pt", dcp),
+        "`inspect` of `.safetensors`": ckptconv("inspect", other),
+        "`inspect` of shards": ckptconv("inspect", shards),
+        "`inspect` of DCP of 2 ranks": ckptconv("inspect", dcp),
+        "`diff` of `.pt` and `.safetensors`": python(programs.CKPTCONV_DIFF + programs.PEAK, "diff", src, other),
+    }
+    bench.table("20,000 tensors in other containers", commands, "`inspect` of `.safetensors`")
+    for folder in (shards, dcp):
+        shutil.rmtree(folder)
+    for name in ("many.pt", "many.safetensors", "out.pt", "out.safetensors"):
+        (bench.folder / name).unlink()
+
+
 def share_blocks(bench: Bench, size: int) -> None:
     """A retag where files can share blocks: on XFS, in a file mounted as a disk. The new blocks are printed too."""
     with xfs(bench.folder / "xfs.img", 4 * size) as disk:
@@ -489,6 +516,7 @@ TABLES: dict[str, tuple[Callable[[Bench, int], None], float, float | None]] = {
     "gather": (gather, 0.5, None), "diff": (diff, 1, None), "diff_quiet": (diff_quiet, 1, None),
     "verify": (verify, 1, None), "start": (start, 1, 2), "inspect": (inspect, 1, None), "batch": (batch, 1, 1.5),
     "many": (many, 1, 0.2), "parameters": (parameters, 1, 0.3), "training": (training, 1, 0.3),
-    "mixed": (mixed, 1, 0.3), "load": (load, 1, None), "save": (save, 0.5, None), "values": (values, 1, None),
-    "pages": (pages, 1, None), "share_blocks": (share_blocks, 0.5, None),
+    "mixed": (mixed, 1, 0.3), "containers": (containers, 1, None), "load": (load, 1, None),
+    "save": (save, 0.5, None), "values": (values, 1, None), "pages": (pages, 1, None),
+    "share_blocks": (share_blocks, 0.5, None),
 }  # a table  # fmt: skip
