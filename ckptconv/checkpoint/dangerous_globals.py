@@ -315,7 +315,7 @@ _MOST_PARTS = max(name.count(".") for name in DANGEROUS_NAMES) + 1
 #: Attributes of any module that are dangerous functions and modules of other modules.
 _LENT = frozenset([
     "bltns", "builtins", "cPickle", "ntpath", "pickle", "posixpath", "CodeType", "ForkingPickler", "FunctionType",
-    "LambdaType", "fromfile", "import_dotted_name", "import_module", "start_new_thread",
+    "LambdaType", "fromfile", "import_dotted_name", "import_module", "start_joinable_thread", "start_new_thread",
 ])  # a table  # fmt: skip
 
 #: Exceptions: plain values in listed modules, and harmless functions with the name of a listed one.

@@ -26,6 +26,7 @@ HARMFUL = frozenset(
         "marshal.load", "marshal.loads", "types.FunctionType", "types.CodeType", "types.LambdaType",
         "importlib.import_module", "importlib.__import__", "importlib._bootstrap._gcd_import", "_imp.", "imp.",
         "_frozen_importlib.", "zipimport.zipimporter", "_thread.start_new_thread", "_thread.start_new",
+        "_thread.start_joinable_thread",
         "_ctypes.", "ctypes.CDLL", "ctypes.PyDLL", "ctypes.cdll", "ctypes.pydll", "ctypes.windll", "ctypes.memmove",
         "ctypes.memset", "_cffi_backend.", "_tkinter.create", "_interpreters.", "_xxsubinterpreters.",
         "subprocess.Popen", "_posixsubprocess.fork_exec", "_winapi.", "winreg.", "msvcrt.",

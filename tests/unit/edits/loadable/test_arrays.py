@@ -112,6 +112,7 @@ def test_arrays_of_what_torch_has_not_are_lists(
     assert_same(found["a"], np.array([*map(PLAIN[kind.kind], array.flat)], object).reshape(array.shape).tolist())
 
 
+@pytest.mark.filterwarnings("ignore:The 'generic' unit")
 def test_times_in_every_unit(tmp_path: Path) -> None:
     """numpy reads from each text the same moment, in the same unit."""
     units = ["Y", "M", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as"]

@@ -136,6 +136,7 @@ def test_random_states_draw_the_same(tmp_path: Path, generator: Any) -> None:
     refused(RefusedError, r"generator_ctor at \[0\]", tmp_path / "a.pt", tmp_path / "b.pt", loadable=True)
 
 
+@pytest.mark.filterwarnings("ignore:The 'generic' unit")
 def test_texts_of_dtypes_are_what_numpy_reads() -> None:
     """The text of a dtype makes the same dtype; that of a type the same type."""
     for old, new in PLAIN:
