@@ -24,7 +24,8 @@ from tests.support.archives import flip_bit, rezipped
 from tests.support.conversions import refused
 from tests.support.judge import assert_same
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
+#: Warnings of torch: that there is one process, and, of 2.6, of its own code.
+pytestmark = pytest.mark.filterwarnings("ignore:.*single process", "ignore:TypedStorage is deprecated")
 
 
 def training_state() -> dict[str, Any]:

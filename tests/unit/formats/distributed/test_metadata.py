@@ -98,7 +98,7 @@ def test_what_older_versions_wrote() -> None:
     metadata = good()
     del metadata.storage_meta, metadata.version
     for info in metadata.storage_data.values():
-        del info.transform_descriptors
+        vars(info).pop("transform_descriptors", None)  # torch 2.6 has no such field
     raw = pickle.dumps(metadata, 2)
     old = b"torch.distributed._shard.sharded_tensor.metadata\n"
     for name in (b"TensorProperties\n", b"_MEM_FORMAT_ENCODING\n"):
