@@ -110,7 +110,7 @@ cuda0.pt: convert OUT/cuda0.pt OUT/ODD.pt --to cpu
 cuda0.pt: inspect OUT/cuda0.pt OUT/cuda0.pt --json
 """.strip().splitlines()
 #: What is printed of this machine and of the time: whether a file loads here, and how fast it was.
-ELSE_PRINTED = ("loads_here", "findings", "remedy", "seconds", "torch", "torch_load")
+ELSE_PRINTED = ("loads_here", "findings", "remedy", "remedy_words", "seconds", "torch", "torch_load")
 #: What Windows cannot do: status 1 there, without a change of the file.
 ELSEWHERE = (
     "convert IN/cuda0.pt nul",
