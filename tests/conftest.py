@@ -90,13 +90,15 @@ Result.as_dict = _checked(Result.as_dict)  # type: ignore[method-assign]
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """If no test was named, use all cores, and leave out slow tests of a quick run."""
-    if config.args_source is pytest.Config.ArgsSource.ARGS or hasattr(config, "workerinput"):  # a process of xdist
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        return
+    config.option.is_without_slow = PROFILE == "quick"
+    if hasattr(config, "workerinput"):  # a process of xdist
         return
     if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist = min(os.cpu_count() or 1, _MOST_PROCESSES), "worksteal"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if PROFILE == "quick":
-        config.option.is_without_slow = True  # xdist hands options on
         print("About 4 minutes on two idle cores. HYPOTHESIS_PROFILE=gate also runs the slow tests.")
 
 
