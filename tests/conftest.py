@@ -38,12 +38,10 @@ if not HAS_TORCH:
         config.pluginmanager.register(_without_torch)
 
 
-settings.register_profile(
-    "gate", max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
-)
-settings.register_profile(
-    "quick", max_examples=20, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
-)
+for _profile, _examples in (("quick", 20), ("gate", 60)):
+    settings.register_profile(
+        _profile, max_examples=_examples, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 settings.register_profile("long", max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "quick")
 settings.load_profile(PROFILE)

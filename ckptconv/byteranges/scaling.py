@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from math import inf, ldexp, nan
@@ -46,6 +46,12 @@ def _arrays() -> Any:
     return kernels.torch
 
 
+def _no_warnings() -> AbstractContextManager[object]:
+    """Return a context in which NumPy does not warn of overflow and NaN. torch never warns."""
+    context: AbstractContextManager[object] = numpy().errstate(all="ignore") if numpy() else nullcontext()
+    return context
+
+
 def read_scaled(piece: Scaled, offset: int, buffer: memoryview) -> None:
     """Fill `buffer` with the bytes at `offset` of `piece`.
 
@@ -55,7 +61,7 @@ def read_scaled(piece: Scaled, offset: int, buffer: memoryview) -> None:
     out = xp.frombuffer(buffer, dtype=xp.float32)
     start = piece.start + offset // 4
     _, rows, columns = piece.matrix
-    with xp.errstate(all="ignore") if hasattr(xp, "errstate") else nullcontext():
+    with _no_warnings():
         for first, n, column, length in _boxes(start, start + len(out), rows if piece.transposed else columns):
             box, out = out[: n * length].reshape(n, length), out[n * length :]
             if not piece.transposed:
@@ -78,7 +84,7 @@ def steps_between(piece: Scaled, offset: int, values: memoryview, others: memory
     xp = _arrays()
     steps = bytearray(len(values))
     read_scaled(replace(piece, code_dtype=_STEP + piece.code_dtype), offset, memoryview(steps))
-    with xp.errstate(all="ignore") if hasattr(xp, "errstate") else nullcontext():
+    with _no_warnings():
         a, step = (xp.frombuffer(data, dtype=xp.float32) for data in (values, steps))
         apart = abs(a - _decoded(xp.frombuffer(others, dtype=xp.uint8).reshape(1, -1), dtype)[0]) / abs(step)
     finite = apart[xp.isfinite(apart)]

@@ -13,7 +13,7 @@ from ckptconv.byteranges import rounding, scaling
 from ckptconv.byteranges.kernels.casting import CastBuffer
 from ckptconv.byteranges.rounding import RoundingBuffer, needs_torch
 from ckptconv.byteranges.spans import ByteRange, Cast, Literal, Piece, Scaled
-from tests.unit.byteranges.kernels.test_casting import patterns
+from tests.unit.byteranges.kernels.test_casting import in_chunks, patterns
 
 FLOAT8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 
@@ -86,18 +86,10 @@ def test_rounding(most: int, shown: tuple[tuple[int, int], ...]) -> None:
     numbers = patterns("float32").numpy().tobytes()
     numbers = numbers[: len(numbers) if most > 8 else 4000]
     of = ByteRange(None, 0, len(numbers))  # type: ignore[arg-type]
-    results = []
-    for buffer in (RoundingBuffer(most), CastBuffer(Cast(of, "float32", "bfloat16", len(numbers) // 2), most)):
-        out, overflowed = bytearray(), 0
-        for at in range(0, len(numbers), len(buffer.room)):
-            chunk = numbers[at : at + len(buffer.room)]
-            buffer.room[: len(chunk)] = chunk
-            result, n = buffer.cast(len(chunk), at, shown)
-            out += result
-            overflowed += n
-        results.append((out, overflowed))
+    buffers = RoundingBuffer(most), CastBuffer(Cast(of, "float32", "bfloat16", len(numbers) // 2), most)
+    results = [in_chunks(buffer, numbers, shown) for buffer in buffers]
     assert results[0] == results[1]
-    assert overflowed or most == 8
+    assert results[0][1] or most == 8
 
 
 def test_what_needs_torch(without_numpy: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ckptconv.byteranges.kernels.casting import CastBuffer
+from ckptconv.byteranges.rounding import RoundingBuffer
 from ckptconv.byteranges.spans import ByteRange, Cast
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, to_dtypes
 
@@ -75,6 +76,14 @@ def cast(
     dtype = getattr(torch, new)
     of = ByteRange(None, 0, len(data))  # type: ignore[arg-type]
     buffer = CastBuffer(Cast(of, str(numbers.dtype)[6:], new, numbers.numel() * dtype.itemsize, **bits), most)
+    out, overflowed = in_chunks(buffer, data, shown)
+    return torch.frombuffer(out, dtype=dtype), overflowed
+
+
+def in_chunks(
+    buffer: CastBuffer | RoundingBuffer, data: bytes, shown: Sequence[tuple[int, int]]
+) -> tuple[bytearray, int]:
+    """Cast `data` in chunks that fill `buffer`. Return it, and how many of the `shown` numbers were too large."""
     out, overflowed = bytearray(), 0
     for at in range(0, len(data), len(buffer.room)):
         chunk = data[at : at + len(buffer.room)]
@@ -82,7 +91,7 @@ def cast(
         result, n = buffer.cast(len(chunk), at, shown)
         out += result
         overflowed += n
-    return torch.frombuffer(out, dtype=dtype), overflowed
+    return out, overflowed
 
 
 def by_torch(numbers: torch.Tensor, new: str) -> torch.Tensor:
