@@ -16,10 +16,11 @@ import os
 import platform
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 from ckptconv.checkpoint.dangerous_globals import is_on_lists
 from tools.danger_table import flows, primitives
@@ -83,8 +84,10 @@ def _tests(folder: Path, prefix: str = "") -> Iterator[str]:
         yield ".".join([*([prefix] if prefix else []), *path.relative_to(folder).parts])
 
 
-def entries(library: Library) -> dict[str, set[str]]:
-    """What the modules of `library` have that does harm, as the table says it."""
+def entries(library: Library, known: Mapping[str, Container[str]] = MappingProxyType({})) -> dict[str, set[str]]:
+    """What the modules of `library` have that does harm, as the table says it. `known` is what the table has of other
+    versions: a module that lends one of these functions has it, too.
+    """
     verdicts = flows.judge(
         library,
         primitives.is_harmful,
@@ -93,13 +96,14 @@ def entries(library: Library) -> dict[str, set[str]]:
         primitives.is_alone,
         primitives.METHODS,
     )
-    return _Entries(library, verdicts).all()
+    return _Entries(library, verdicts, known).all()
 
 
 class _Entries:
-    def __init__(self, library: Library, verdicts: flows.Verdicts) -> None:
+    def __init__(self, library: Library, verdicts: flows.Verdicts, known: Mapping[str, Container[str]]) -> None:
         self.library = library
         self.verdicts = verdicts
+        self.known = known
         self.found: dict[str, set[str]] = defaultdict(set)
         self.classes: set[Class] = set()
 
@@ -186,8 +190,9 @@ class _Entries:
 
     def lent_as(self, name: str, entity: Entity, module: Module) -> set[str]:
         own = f"{module.name}.{name}" == str(entity)
-        if isinstance(entity, Function) and self.is_harmful(entity):
-            return {name}
+        if isinstance(entity, Function):
+            known = entity.name in self.known.get(entity.module.name, ())
+            return {name} if known or self.is_harmful(entity) else set()
         if isinstance(entity, Class) and entity in self.classes and not own:
             return {f"{name}={entity}"}
         if isinstance(entity, External) and primitives.is_harmful(entity.name):
@@ -237,7 +242,7 @@ class Table:
     def add(self, library: Library) -> list[str]:
         """Add what the modules of `library` have; what of it is new."""
         new = []
-        for module, words in entries(library).items():
+        for module, words in entries(library, self.found).items():
             new += [f"{module} {word}" for word in sorted(words - self.found[module])]
             self.found[module] |= words
         for name, modules in aliases(library).items():

@@ -346,11 +346,12 @@ def test_what_loads_is_not_dangerous() -> None:
 #: Functions of dangerous modules that others lend and nothing comes of, and what is called like one.
 HARMLESS = {
     "Lock", "active_children", "allocate_lock", "current_process", "daemon_threads_allowed", "default_int_handler",
-    "excepthook", "exit_thread", "fsdecode", "fsencode", "fspath", "get_ident", "get_main_thread_ident",
+    "distribution", "excepthook", "exit_thread", "fsdecode", "fsencode", "fspath", "get_ident", "get_main_thread_ident",
     "get_native_id", "gethostname", "getitimer", "getpid", "getrefcount", "intern", "is_main_interpreter",
-    "iscoroutinefunction", "make_thread_handle", "normcase", "normpath", "parent_process", "path_normpath", "pause",
-    "randombytes", "set_sentinel", "sigtimedwait", "sigwaitinfo", "splitroot", "stack_size", "strsignal",
-    "thread_shutdown", "unquote", "urandom", "urljoin", "urlparse", "urlquote_from_bytes", "urlsplit", "urlunparse",
+    "iscoroutinefunction", "make_thread_handle", "normcase", "normpath", "packages_distributions", "parent_process",
+    "path_normpath", "pause", "randombytes", "set_sentinel", "sigtimedwait", "sigwaitinfo", "splitroot", "stack_size",
+    "strsignal", "thread_shutdown", "unquote", "urandom", "urljoin", "urlparse", "urlquote_from_bytes", "urlsplit",
+    "urlunparse",
 }  # a table  # fmt: skip
 
 
