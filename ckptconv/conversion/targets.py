@@ -551,7 +551,7 @@ def refuse_one_place(targets: Iterable[tuple[Path, Path]]) -> None:
     origin: dict[Path, Path] = {}
     spelled: dict[str, Path] = {}  # by the text without the case of its letters
     for path, src in targets:
-        other = spelled.setdefault(os.fspath(path).casefold(), path)
+        other = path if path in origin else spelled.setdefault(os.fspath(path).casefold(), path)
         if path in origin or (other != path and _ignores_case(path)):
             raise RefusedError(
                 f"{origin[other]} and {src} would both be written to this path",

@@ -21,7 +21,10 @@ _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY, errno.EXDEV, errno.EPERM)
+_UNSUPPORTED = (
+    *(errno.ENOTSUP, errno.EOPNOTSUPP),  # two numbers on macOS
+    *(errno.ENOSYS, errno.EINVAL, errno.ENOTTY, errno.EXDEV, errno.EPERM),
+)
 
 _ACCESS_LIST = "system.posix_acl_access"
 #: The attributes to keep: access control lists, attributes of users, SELinux's label. Others belong to the system; for

@@ -33,7 +33,7 @@ SEPARATORS: tuple[str, ...] = ("/",)
 ENDING = ("SIGTERM", "SIGHUP")
 
 _CLOEXEC, _NONBLOCK, _NOFOLLOW = (getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_NOFOLLOW"))
-_CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_CANNOT_LINK = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 _MOMENT = 0.01  # seconds to wait before an exception that the interpreter dropped is raised again
 
 

@@ -11,22 +11,17 @@ import pytest
 
 from tests.support.paths import ROOT
 
-#: Takes away what Python on Windows has not.
-WITHOUT_UNIX = """
-import multiprocessing.connection, os, pkgutil, signal, subprocess, sys
-sys.modules |= dict.fromkeys(("fcntl", "resource", "pwd", "grp", "termios"))
-for module, names in (
-    (os, "pread pwrite preadv O_CLOEXEC O_NOFOLLOW O_NONBLOCK geteuid fchmod statvfs posix_fadvise"),
-    (signal, "SIGHUP SIGPIPE SIGKILL pthread_sigmask SIG_BLOCK SIG_SETMASK"),
-):
-    for name in names.split():
-        delattr(module, name)
-"""
+#: The first line of a program that uses torch, if it is installed.
+TORCH = "import contextlib\nwith contextlib.suppress(ImportError): import torch\n"
 
 
-def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run(program: str, *words: str, first: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", WITHOUT_UNIX + program, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", f"{first}import tests.support.without_unix, sys\n{program}", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -34,14 +29,41 @@ def test_every_module_can_be_imported() -> None:
     """But for the kernels, which need torch, and the calls of Windows; and what works on objects in memory works."""
     ended = run(
         """
-import ckptconv
+import ckptconv, pkgutil
 for module in pkgutil.walk_packages(ckptconv.__path__, "ckptconv."):
     if ".kernels" not in module.name and "__main__" not in module.name and module.name != "ckptconv.system.windows":
         __import__(module.name)
 print(ckptconv.strip_prefix({"module.w": 1}, "module."), len(ckptconv.inspect("fixtures/cuda0.pt").tensors))
-"""
+""",
+        first=TORCH,
     )
     assert (ended.returncode, ended.stdout) == (0, "{'w': 1} 11\n"), ended.stderr
+
+
+def test_everything_in_memory() -> None:
+    """File objects are loaded, saved in every format, inspected, verified, compared and planned."""
+    pytest.importorskip("torch")
+    ended = run(
+        """
+import ckptconv, io
+before = open("fixtures/cuda0.pt", "rb").read()
+for format in ("pt", "legacy", "safetensors"):
+    out = io.BytesIO()
+    ckptconv.save(ckptconv.load(io.BytesIO(before), map_location="cpu"), out, format=format)
+    found = ckptconv.inspect(out)
+    planned = ckptconv.plan(out, "new.pt", add_prefix="a.")
+    print(found.format, len(found.tensors), ckptconv.verify(out).ok, planned.size > len(before) // 2)
+    found = ckptconv.diff(io.BytesIO(before), out)
+    print(found.tensors, found.only_in_a, found.only_in_b, sum(each.values.differing for each in found.differing))
+""",
+        first=TORCH,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines() == [
+        *("torch zip 11 True True", "11 () () 0"),
+        *("torch legacy 11 True True", "11 () () 0"),
+        *("safetensors 11 True True", "11 () () 0"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 import ckptconv
 from ckptconv.conversion.options import OutputOptions
-from ckptconv.conversion.targets import find_request, find_target, list_requests
+from ckptconv.conversion.targets import find_request, find_target, list_requests, refuse_one_place
 from ckptconv.errors import InputError, RefusedError, UsageError
 from ckptconv.formats.writers import usual_format
 from ckptconv.hints import Message, python_words
@@ -353,6 +353,57 @@ def test_two_outputs_of_one_place(tree: Path) -> None:
     (tree / "run" / "x.bin").unlink()
     with pytest.raises(RefusedError, match=r"run/x/y\.pth would be written into the output folder of run/x\.pt"):
         list_requests(["run"], "new", output=OutputOptions(max_shard_size=1))
+
+
+def names_of_one_file(folder: Path, *, ignores_case: bool) -> None:
+    """Make `folder` answer as on a filesystem that ignores the case of letters (macOS, Windows), or as on ext4."""
+    (folder / "Out").mkdir()
+    other = folder / "oUT"
+    other.symlink_to("Out") if ignores_case else other.mkdir()
+
+
+@pytest.mark.parametrize("ignores_case", [True, False])
+def test_names_that_differ_in_the_case_of_letters(tree: Path, *, ignores_case: bool) -> None:
+    """`A.pt` and `a.pt` of one batch are one file where the filesystem ignores case, and two where it does not.
+
+    The folder of the output need not exist: the nearest one that does is looked at.
+    """
+    for name in ("A.pt", "a.pt"):
+        (tree / "both" / name).parent.mkdir(exist_ok=True)
+        (tree / "both" / name).touch()
+    names_of_one_file(tree, ignores_case=ignores_case)
+    if ignores_case:
+        with pytest.raises(
+            RefusedError, match=r"Out/new/a\.pt: both/A\.pt and both/a\.pt would both be written to this"
+        ):
+            list_requests(["both"], "Out/new")
+    else:
+        assert len(list_requests(["both"], "Out/new").requests) == 2
+
+
+def test_the_input_that_has_the_same_output_is_named(tmp_path: Path) -> None:
+    """And not one whose output differs in the case of letters only."""
+    names_of_one_file(tmp_path, ignores_case=False)
+    targets = [(tmp_path / "Out" / name, Path(src)) for name, src in (("A.pt", "1"), ("a.pt", "2"), ("a.pt", "3"))]
+    with pytest.raises(RefusedError, match="2 and 3 would both be written"):
+        refuse_one_place(targets)
+
+
+def test_a_path_without_letters_has_one_spelling() -> None:
+    """No folder of it has another one, so that no filesystem is asked."""
+    refuse_one_place([(Path("/1/2/A"), Path("x")), (Path("/1/2/a"), Path("y"))])
+
+
+@pytest.mark.parametrize("ignores_case", [True, False])
+def test_an_output_inside_the_input_by_another_spelling(tree: Path, *, ignores_case: bool) -> None:
+    """Folders are compared by identity, not by their names."""
+    names_of_one_file(tree, ignores_case=ignores_case)
+    (tree / "Out" / "a.pt").touch()
+    if ignores_case:
+        with pytest.raises(UsageError, match="inside the input"):
+            list_requests(["Out"], "oUT/new")
+    else:
+        assert len(list_requests(["Out"], "oUT/new").requests) == 1
 
 
 def test_what_is_left_is_named(tree: Path) -> None:

@@ -208,6 +208,17 @@ def test_ascii_words_of_windows(windows: ModuleType) -> None:
     assert windows.quoted("é$", ascii_only=True) == '"`u{e9}`$"'
 
 
+def test_identity_of_files_of_windows(windows: ModuleType) -> None:
+    """The number of the file and of the disk; a disk without a number is any disk."""
+
+    def status(inode: int, device: int) -> os.stat_result:
+        return os.stat_result((0, inode, device, *[0] * 7))
+
+    for other, is_same in (((5, 1), True), ((5, 0), True), ((5, 2), False), ((6, 1), False), ((6, 0), False)):
+        assert windows.is_same_file(status(5, 1), status(*other)) is is_same
+        assert windows.is_same_file(status(*other), status(5, 1)) is is_same
+
+
 @pytest.mark.skipif(sys.platform != "win32", reason="the C library of Windows")
 @pytest.mark.parametrize("word", ["a b", "it's", "C:\\my models\\", "a&b", "é ü", "*", "-x=1", ""])
 def test_words_as_a_program_gets_them(word: str, windows: ModuleType) -> None:

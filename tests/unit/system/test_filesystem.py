@@ -67,7 +67,7 @@ def test_share_block(fd: int, tmp_path: Path) -> None:
     assert not filesystem.share_block(-1, fd, 4096)
 
 
-@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM])
+@pytest.mark.parametrize("code", [errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM])
 def test_not_offered_is_no_error(code: int) -> None:
     """What the system does not know is a False, so that the caller goes another way."""
     ctypes.set_errno(code)
