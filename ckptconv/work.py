@@ -8,9 +8,10 @@ its input, whatever the input contains. No clock is read: the same files are ref
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeAlias, TypeVar
 
 from ckptconv.errors import LimitError
 from ckptconv.limits import LIMITS
@@ -70,3 +71,42 @@ def bounded() -> Iterator[None]:
 def work() -> Work:
     """Return the budget of the current block. Outside of all blocks, return an unlimited one."""
     return _WORK.get() or Work(sys.maxsize)
+
+
+# How much is done
+
+T = TypeVar("T")
+#: A function that is called with the name of a step, the amount of work that is done, and the total.
+Watch: TypeAlias = Callable[[str, int, int], None]
+_EACH = 1000  # items
+_WATCH: ContextVar[Watch | None] = ContextVar("_WATCH", default=None)
+
+
+@contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """Call `watch` while the steps in this block make progress."""
+    token = _WATCH.set(watch)
+    try:
+        yield
+    finally:
+        _WATCH.reset(token)
+
+
+def tell(step: str, done: int, total: int) -> None:
+    """Report progress of `step` if it is watched."""
+    watch = _WATCH.get()
+    if watch:
+        watch(step, done, total)
+
+
+def seen(step: str, items: Iterable[T], total: int) -> Iterable[T]:
+    """Return `items`. If `step` is watched, report how many of the `total` items were taken."""
+    return _seen(step, items, total) if _WATCH.get() else items
+
+
+def _seen(step: str, items: Iterable[T], total: int) -> Iterator[T]:
+    for n, item in enumerate(items):
+        if not n % _EACH:
+            tell(step, n, total)
+        yield item
+    tell(step, total, total)

@@ -160,17 +160,20 @@ async function unchanged() {
 async function take(dropped) {
   const mine = ++turn;
   for (const id of ["error", "errors", "danger", "file", "compared", "planned"]) $(id).hidden = true;
+  $("drop").after($("error"));
+  $("prepare").after($("saving")); // neither is among what is replaced
   let seconds = 0, clock;
   try {
     await ready();
     const reading = "Reading " + (dropped.length > 2 ? counted(dropped.length) + " files" : dropped.map((each) => each.path).join(" and "));
     say(reading, null);
-    clock = setInterval(() => mine === turn && say(reading + ": " + (seconds += 2) + " s", null), 2000); // Python does not say how far it is
     const paths = await opened(dropped);
     if (mine !== turn) return;
     source = { path: paths[0], dropped };
-    if (paths.length === 2) await compare(paths, mine);
-    else await look(mine);
+    if (paths.length === 2) {
+      clock = setInterval(() => mine === turn && say(reading + ": " + (seconds += 2) + " s", null), 2000); // nobody knows what is to be compared
+      await compare(paths, mine);
+    } else await look(mine, reading.slice(7));
     if (mine === turn) say("Ready: " + (paths.length === 2 ? "the two are compared. Next: choose other files, or see in a terminal how far values differ." : "the file was read, and nothing of it was run. Next: " + next() + "."));
   } catch (error) {
     if (mine !== turn) return;
@@ -202,8 +205,8 @@ function warn(dangers, what) {
   $("danger").replaceChildren(make("strong", {}, "Dangerous: do not load " + what), ...dangers.map((text) => make("p", {}, text)));
 }
 
-async function look(mine) {
-  const found = await post("inspect", { path: source.path });
+async function look(mine, files) {
+  const found = await post("inspect", { path: source.path }, ([step, percent]) => mine === turn && say(step + files + ": " + percent + " %", percent / 100));
   if (mine !== turn) return;
   $("name").textContent = shown(source.path);
   $("stands").hidden = !source.path.startsWith("FOLDER");
@@ -218,7 +221,9 @@ async function look(mine) {
   if (all) fixes.unshift(make("li", { class: "all" }, button("Mend all", found.remedy)));
   $("findings").replaceChildren(...fixes);
   $("more").open = false;
-  clear();
+  const first = $("findings").querySelector("button") ?? $("prepare");
+  first.after($("saving"));
+  clear(first);
   $("change").textContent = source.dropped.every((each) => each.handle)
     ? "Leave the file as it is until the copy is saved. This page notices if it changes."
     : "Leave the file as it is until the copy is saved. Chromium notices if it changes; other browsers may not.";
@@ -233,7 +238,7 @@ const frame = (srcdoc) => make("iframe", { id: "inside", sandbox: "allow-scripts
 $("full").hidden = !document.fullscreenEnabled;
 $("full").addEventListener("click", () => $("inside").requestFullscreen());
 
-const button = (text, fix) => make("button", { type: "button", title: fix.command, onclick: () => mend(fix) }, text);
+const button = (text, fix) => make("button", { type: "button", title: fix.command, onclick: (event) => mend(fix, event.currentTarget) }, text);
 
 // The form
 
@@ -241,24 +246,25 @@ const form = $("edits").elements;
 const LINES = ["map", "strip_prefix", "add_prefix", "drop", "include", "exclude"];
 const FLAGS = ["unwrap", "state_dict", "loadable", "loadable_objects", "compact", "copy_tied"];
 
-function clear() {
+function clear(first) {
   $("edits").reset();
   form.to.placeholder = "cpu";
-  unplan();
+  unplan(first);
   const [name] = source.path.split("/"), dot = name.lastIndexOf(".");
   form.dst.value = source.dropped.length > 1 ? name + "-new" : dot > 0 ? name.slice(0, dot) + "-new" + name.slice(dot) : name + "-new.pt";
 }
 
 let refusal = ""; // why nothing is saved yet, of a dangerous file
 
-function unplan() { // nothing can be saved before it is planned
+function unplan(first = $("prepare")) { // nothing can be saved before `first`, which plans it, is pressed
   $("planned").hidden = $("save").disabled = true;
   $("save").hidden = false;
   $("save").textContent = "Save";
-  $("saved").textContent = refusal || "Prepare the copy first.";
+  $("saved").textContent = refusal || "First press " + first.textContent + ".";
+  $("outputs").replaceChildren();
 }
 
-function mend(fix) {
+function mend(fix, pressed) {
   clear();
   form.dst.value = fix.dst;
   for (const [keyword, value] of Object.entries(fix.options)) {
@@ -272,7 +278,7 @@ function mend(fix) {
     else form[keyword].value = value.join("\n");
   }
   $("more").open = $("more").querySelector(":checked, :is(input:not([type=checkbox]), textarea):not(:placeholder-shown)") !== null;
-  prepare();
+  prepare(pressed);
 }
 
 function options() {
@@ -288,10 +294,11 @@ function options() {
   return said;
 }
 
-async function prepare() {
+async function prepare(pressed = $("prepare")) { // Save stands next to the button that was pressed
   const mine = turn;
   $("error").hidden = true;
-  unplan();
+  pressed.after($("saving"));
+  unplan(pressed);
   const suffix = form.suffix.value;
   if (suffix) form.dst.value = form.dst.value.replace(/\.(pt|pth|bin|ckpt|tar|th|pkl|p|pickle|safetensors)$/i, "") + suffix;
   form.suffix.value = "";
@@ -305,10 +312,10 @@ async function prepare() {
     $("command").textContent = plan.command;
     show(plan);
     say("Ready: the copy is planned, and nothing is written yet. Press Save.");
-    $("save").focus();
+    $("saving").querySelector("button:not([hidden])").focus();
   } catch (error) {
     if (mine !== turn) return;
-    fail(error, $("buttons"));
+    fail(error, $("saving"));
     say("Ready. Nothing was prepared: change the form, or choose another file.");
   }
 }
@@ -362,13 +369,13 @@ async function oneFolder() {
 }
 
 async function save(numbers, places) {
-  const buttons = [$("save"), ...document.querySelectorAll("#planned button")];
+  const buttons = [...document.querySelectorAll("#saving button, #planned button")];
   for (const each of buttons) each.disabled = true;
   $("error").hidden = true;
   const outs = [];
   let next = "the copy is planned, and nothing is written. Press Save.";
   try {
-    if (!worker) await prepare(); // the worker was ended, and the plan with it
+    if (!worker) await prepare($("saving").previousElementSibling); // the worker was ended, and the plan with it
     if ($("planned").hidden) {
       next = "nothing was prepared. Change the form, or choose another file.";
       return;
@@ -394,7 +401,7 @@ async function save(numbers, places) {
     for (const each of outs) await each.abort().catch(() => {});
     $("saved").textContent = "";
     if (error.name !== "AbortError") { // which says that the user has cancelled
-      fail(await unchanged().then(() => error, (why) => why), $("buttons"));
+      fail(await unchanged().then(() => error, (why) => why), $("saving"));
       next = "nothing was saved. Save it somewhere else, or choose the file again.";
     }
   } finally {
@@ -475,8 +482,8 @@ async function enter(folder, dropped) {
 }
 
 $("edits").addEventListener("submit", (event) => { event.preventDefault(); prepare(); });
-$("edits").addEventListener("input", unplan); // what is planned is no longer what the form says
-$("clear").addEventListener("click", clear);
+$("edits").addEventListener("input", () => unplan()); // what is planned is no longer what the form says
+$("clear").addEventListener("click", () => clear());
 $("save").addEventListener("click", () => save([...planned.files.keys()], planned.folder ? oneFolder : oneFile));
 for (const each of document.querySelectorAll("[data-copies]")) {
   each.addEventListener("click", async () => {

@@ -75,7 +75,7 @@ const plain = (found) => found.toJs({ dict_converter: Object.fromEntries });
 const calls = {
   start,
   open,
-  inspect: ({ path }) => plain(bridge.of.inspect(path)),
+  inspect: ({ path }, progress) => plain(bridge.of.inspect(path, (...done) => progress(done))),
   diff: ({ a, b }) => plain(bridge.of.diff(a, b)),
   plan: ({ name, options }) => plain(bridge.of.plan(name, bridge.python.toPy(options))),
   make({ number }, progress) {

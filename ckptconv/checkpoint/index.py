@@ -16,6 +16,7 @@ from ckptconv.checkpoint.tensor_info import DeviceArgument, Reference, Storage, 
 from ckptconv.checkpoint.weights_only.unpickler import obstacles
 from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Value, args_of, walk
 from ckptconv.pickles.paths import Leaf, Place, Referrers, find_places
+from ckptconv.work import seen
 
 #: The ends of the names of functions that give a tensor the attributes in their fourth argument.
 _WITH_STATE = ("_with_state", "_rebuild_from_type", "_rebuild_from_type_v2")
@@ -99,7 +100,8 @@ class Index:
     def _found(self) -> tuple[list[Place], dict[str, TensorInfo], dict[int, TensorInfo]]:
         reader = TensorReader(self.storage_of, self._where, self._faults)
         places = []
-        for place in find_places(self.root, leaf_of(reader.nodes), self._where, self.graph.opcodes):
+        every = find_places(self.root, leaf_of(reader.nodes), self._where, self.graph.opcodes)
+        for place in seen("places", every, len(self.storage_of)):
             places.append(place)
             reader.visit(place)
         return places, reader.tensors, reader.nodes

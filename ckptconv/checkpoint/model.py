@@ -23,6 +23,7 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Global, Graph, Object, PersistentId, strings_of, subgraph, walk
 from ckptconv.pickles.paths import Place
 from ckptconv.pickles.rows import RowForm, RowId
+from ckptconv.work import seen
 
 
 @dataclass(eq=False)
@@ -227,7 +228,7 @@ def _references(graph: Graph, record: Callable[[str], Data | None], where: str, 
     def bad(key: str, what: str, expected: object, got: object) -> MalformedError:
         return MalformedError(f"storage {key} {what}", where=where, expected=expected, got=got)
 
-    for node in graph.references:
+    for node in seen("storages", graph.references, len(graph.references)):
         try:
             form = node.form if isinstance(node, RowId) else None
             if isinstance(node, RowId) and form in like:

@@ -26,7 +26,7 @@ from ckptconv.dtypes import BY_WORD
 from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedError, UnsupportedError, count, some
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
-from ckptconv.work import work
+from ckptconv.work import seen, work
 
 METADATA = "__metadata__"
 _LENGTH = 8  # bytes of the integer before the header
@@ -226,7 +226,7 @@ class _Reader(StrictJson):
         with self.source.faults:
             metadata = self.metadata(top.pop(METADATA, None))
         entries = []
-        for name, value in top.items():
+        for name, value in seen("header", top.items(), len(top)):
             try:  # report each bad entry and go on
                 entries.append(self.entry(name, value))
             except InputError as error:

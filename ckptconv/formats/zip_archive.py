@@ -30,6 +30,7 @@ from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError, count
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
+from ckptconv.work import seen
 
 LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END, ZIP64_END, ZIP64_LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
@@ -201,7 +202,7 @@ def read_archive(
     members = []
     broken = set()
     at = 0
-    for i, entry in enumerate(entries):
+    for i, entry in enumerate(seen("members", entries, len(entries))):
         following = entries[i + 1].header_offset if i + 1 < len(entries) else start
         if entry.header_offset != at:
             what, expected = "zip members overlap or leave a gap", f"{entry.name!r} at {at}"

@@ -56,7 +56,7 @@ from ckptconv.result import Result
 from ckptconv.safety.scan import Concern, Level, concerns, level_of
 from ckptconv.safety.torch_load import CALL, NO_SAFETENSORS, SAFETENSORS_SINCE, Loading, answers_of, torch_loading
 from ckptconv.stores.memory import Input
-from ckptconv.work import work
+from ckptconv.work import seen, work
 
 if TYPE_CHECKING:
     from ckptconv.checkpoint.quantization import Quantized
@@ -543,7 +543,7 @@ def _rows(checkpoint: Checkpoint) -> Iterator[TensorSummary]:
         for name, place in reversed(module.places.items())
     }
     numbers = {id(storage): i for i, storage in enumerate(checkpoint.storages.values())}
-    for info in checkpoint.tensors.values():
+    for info in seen("rows", checkpoint.tensors.values(), len(checkpoint.tensors)):
         name, module_path = in_modules.get(info.path, (info.name, None))
         yield TensorSummary(
             path=info.path,

@@ -30,7 +30,7 @@ from ckptconv.pickles.graph import (
     kind_of,
     walk,
 )
-from ckptconv.work import work
+from ckptconv.work import tell, work
 
 #: The opcodes of pickle protocols 0 to 5 by name. A test compares them with ``pickletools``.
 CODES: dict[str, bytes] = {
@@ -200,6 +200,8 @@ class PickleMachine:
             raise LimitError(
                 "the pickle is too large", where=self.where, expected=f"at most {LIMITS.pickle_bytes:,} bytes"
             )
+        if self.base > self.start:
+            tell("pickle", self.base - self.start, self.size - self.start)
         ahead = max(need, min(self.ahead, _WINDOW))
         self.window = self.read(self.base, min(ahead, self.size - self.base, self.budget))
         self.ahead = min(4 * self.ahead, _WINDOW)

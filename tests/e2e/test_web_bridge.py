@@ -126,6 +126,21 @@ def test_a_set_is_one_checkpoint(dst: str, suffix: str, is_folder: bool, folder:
     assert plan["folder"] == ("out" if dst == "out" else "") and len(made) == (4 if dst == "out" else 1)
 
 
+def test_it_says_how_far_it_is(folder: Path) -> None:
+    """The percentage rises from 0, the phases follow one another, and 100 % is not said while it works."""
+    torch.save({f"l{i}.w": torch.ones(1) for i in range(3000)}, "large.pt")
+    safetensors.torch.save_file({f"l{i}.w": torch.ones(1) for i in range(3000)}, "large.safetensors")
+    write_set(folder / "set", ".bin")
+    for name, least in (("large.pt", 12), ("large.safetensors", 10), ("set", 9)):
+        told: list[tuple[str, int]] = []
+        Bridge(str(folder)).inspect(name, lambda *said, told=told: told.append(said))
+        percents = [percent for _, percent in told]
+        assert len(told) >= least and percents[0] == 0 and percents == sorted({*percents}) and percents[-1] < 100
+        phases = [*dict.fromkeys(phase for phase, _ in told)]
+        assert phases == ["Reading", "Checking", "Drawing"] == sorted(phases, key=[phase for phase, _ in told].index)
+    assert any(0 < percent < 50 for _, percent in told) and told[0] == ("Reading", 0)
+
+
 def test_the_fix_of_a_set_is_one(folder: Path) -> None:
     """The prefix of a set goes by the button beside it, into a folder; without an index the set is its folder."""
     write_set(folder, ".safetensors", index=False)

@@ -249,7 +249,7 @@ def test_all_faults_are_mended_before_one(page: Page) -> None:
     torch.save(state(), "cpu.pt")
     assert main(["convert", "cpu.pt", "gpu.pt", "--map", "cpu=cuda:0", "-q"]) == 0
     page.choose(Path("gpu.pt"))
-    first, *others = page.page.locator("#findings button").all_text_contents()
+    first, *others = page.page.locator("#findings button[title]").all_text_contents()
     assert first == "Mend all" and {*others} == {"Mend only this"} and len(others) >= 2
     assert page.text("state").endswith("nothing of it was run. Next: mend it, or save a changed copy.")
     page.press("#findings button >> nth=0")
@@ -258,6 +258,34 @@ def test_all_faults_are_mended_before_one(page: Page) -> None:
     assert page.text("save").startswith("Save gpu-fixed.pt, ")
     loaded = torch.load(page.save(), weights_only=True)
     assert loaded.keys() == state("").keys() and all(map(torch.equal, loaded.values(), state("").values()))
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_save_is_next_to_the_button_that_was_pressed(width: int, chromium: Any, site: Site) -> None:
+    """In sight and enabled, without scrolling; below Prepare, if that was pressed. A set without a folder too."""
+    torch.save(state(), "cpu.pt")
+    assert main(["convert", "cpu.pt", "gpu.pt", "--map", "cpu=cuda:0", "-q"]) == 0
+    write_set(Path("FOLDER"), ".safetensors")
+    place = "(e) => { const b = e.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom, scrollY]; }"
+    with opened_page(chromium, site, width=width) as page:
+        for files, button in (([Path("gpu.pt")], "#save"), (sorted(Path("FOLDER").iterdir()), "#outputs button")):
+            page.choose(*files)
+            assert page.text("saved").startswith("First press Mend") and page.page.locator("#save").is_disabled()
+            mend = page.page.locator("#findings button").first
+            mend.scroll_into_view_if_needed()
+            scrolled = page.page.evaluate("scrollY")
+            page.press("#findings button >> nth=0")
+            save = page.page.locator(button).first
+            left, top, right, bottom, now = save.evaluate(place)
+            assert save.is_enabled() and page.page.locator("#save").count() == 1
+            assert 0 <= left < right <= width and 0 <= top < bottom <= 900 and now == scrolled
+            assert top - mend.evaluate(place)[3] < 80 and button[1:5] in page.page.evaluate(
+                "document.activeElement.closest('#outputs, #save').id"
+            )
+        page.prepare(dst="one.pt")
+        assert (
+            0 <= page.page.locator("#save").evaluate(place)[1] - page.page.locator("#prepare").evaluate(place)[1] < 80
+        )
 
 
 def test_the_contents_are_the_page_of_inspect(page: Page) -> None:
@@ -389,7 +417,7 @@ def test_what_is_dangerous_is_not_saved(page: Page) -> None:
     assert page.text("command") == "ckptconv convert bad.pt x.pt --to cpu --drop v" and save.is_enabled()
     assert torch.load(page.save(), weights_only=True).keys() == {"w"}
     page.choose(write("zip"))
-    assert not page.shows("danger") and page.text("saved") == "Prepare the copy first."
+    assert not page.shows("danger") and page.text("saved") == "First press Mend this."
 
 
 def test_names_are_text(page: Page) -> None:

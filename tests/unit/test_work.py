@@ -13,7 +13,7 @@ import ckptconv
 from ckptconv.errors import LimitError
 from ckptconv.limits import Limits
 from ckptconv.pickles.graph import Tuple, gc_paused, walk
-from ckptconv.work import Work, bounded, work
+from ckptconv.work import Work, bounded, seen, tell, watched, work
 from tests.fuzz.budgets import file_of
 
 #: Shapes whose nodes are many, each of which some command has to visit several times.
@@ -108,3 +108,16 @@ def test_ordinary_files_are_far_from_the_limit(tmp_path: Path, monkeypatch: pyte
     for command in ("inspect", "verify", "convert", "diff"):
         steps, nbytes = used(lambda command=command: COMMANDS[command](path), monkeypatch)
         assert 10 * steps < Limits().work_each * nbytes
+
+
+def test_steps_are_told_while_they_are_watched() -> None:
+    """At the start, for every thousand items and at the end; otherwise the items are what was given."""
+    told: list[tuple[str, int, int]] = []
+    items = range(2500)
+    with watched(lambda *said: told.append(said)):
+        assert [*seen("items", items, len(items))] == [*items]
+        tell("bytes", 3, 4)
+    assert told == [("items", n, 2500) for n in (0, 1000, 2000, 2500)] + [("bytes", 3, 4)]
+    assert seen("items", items, len(items)) is items
+    tell("bytes", 4, 4)
+    assert len(told) == 5

@@ -10,13 +10,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from bisect import bisect
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
 from itertools import chain
 from math import prod
-from os.path import commonprefix
 from string import Template
 from typing import TYPE_CHECKING, Any
 
@@ -226,9 +226,9 @@ def _front_coded(paths: Sequence[str]) -> list[Any]:
     coded: list[Any] = []
     before = ""
     for path in paths:
-        shared = commonprefix([before, path])  # noqa: RUF071 - of texts, not of paths
-        same = len(shared) if shared.isascii() else 0  # JavaScript counts other characters differently
-        coded += [same, path[same:]]
+        longest = min(len(before), len(path))
+        same = bisect(range(1, longest + 1), False, key=lambda n: path[:n] != before[:n])
+        coded += [same, path[same:]] if path.isascii() else [0, path]  # JavaScript counts other characters differently
         before = path
     return coded
 
