@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,8 +23,8 @@ from ckptconv.conversion.batches import processes, run_jobs
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.in_place import check_edits
 from ckptconv.conversion.jobs import Outcome, job_of
-from ckptconv.conversion.options import JobOptions, OutputOptions
-from ckptconv.conversion.targets import Listing, is_there, list_in_place, list_requests, size_of
+from ckptconv.conversion.options import JobOptions, OutputOptions, given_options
+from ckptconv.conversion.targets import Listing, Request, is_there, list_in_place, list_requests, size_of
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices, to_devices
 from ckptconv.edits.options import Edits, split_edits
@@ -240,11 +240,12 @@ def convert_command(
     regroup, add, like, optimizer, dtype (names of DST), devices, loadable, compact. DST appears only when it is
     complete. States of random number generators stay on the CPU, where torch needs them.
     """
-    flags["map_location"] = _devices(flags.pop("to"), flags.pop("maps"), flags["map_location"])
+    devices = _devices(flags.pop("to"), flags.pop("maps"), flags.pop("map_location"))
+    flags = {"map_location": devices, **flags}
     edits, others = split_edits(flags)
     output = OutputOptions(**{**others, "jobs": 1})  # -j are processes if there are several checkpoints, else threads
     if output.in_place:
-        listing = _listed_in_place(paths, edits, output)
+        listing = _listed_in_place(paths, edits, output, flags)
     else:
         if output.no_undo:
             raise UsageError(option("no_undo") + " needs " + option("in_place"))
@@ -252,7 +253,7 @@ def convert_command(
         listing = list_requests(srcs, dst, edits, output)
     if listing.is_batch:
         return convert_batch(listing, flags, as_json=as_json, quiet=quiet, verbose=verbose, debug=debug)
-    request = replace(listing.requests[0], output=replace(output, jobs=flags["jobs"]))
+    request = replace(listing.requests[0], output=replace(output, jobs=flags["jobs"]), given=flags)
     if output.skip_existing and not output.in_place and is_there(request):
         if as_json:
             click.echo(json.dumps(skipped_as_dict(str(request.src), str(request.dst))))
@@ -269,8 +270,8 @@ def convert_command(
     return 3 if report.failed else 0
 
 
-def _listed_in_place(paths: tuple[str, ...], edits: Edits, output: OutputOptions) -> Listing:
-    """Return the checkpoints to change in place.
+def _listed_in_place(paths: tuple[str, ...], edits: Edits, output: OutputOptions, flags: Mapping[str, Any]) -> Listing:
+    """Return the checkpoints to change in place. `flags` are the options of the command.
 
     If the last of several `paths` does not exist, the error suggests both commands that may have been intended.
     """
@@ -279,29 +280,16 @@ def _listed_in_place(paths: tuple[str, ...], edits: Edits, output: OutputOptions
             "no input given",
             expected=command("convert", Placeholder("SRC..."), Option("map_location", "cpu"), Option("in_place")),
         )
-    check_edits(edits, output)
+    check_edits(Request(Path(paths[0]), Path(paths[0]), "file", edits, output, given=flags))
     try:
         return list_in_place(paths, edits, output)
     except MissingInputError as error:
         *others, last = map(Path, paths)
         if error.hint:
-            in_place, to_last = _again(others), _again([*others, last], "in_place", "no_undo")
+            in_place = command("convert", *others, *given_options(flags))
+            to_last = command("convert", *others, last, *given_options(flags, "in_place", "no_undo"))
             error.hint = joined("did you mean: " + in_place, to_last, separator="; or: ")
         raise
-
-
-def _again(paths: list[Path], *without: str) -> str:
-    """Return the command for `paths` with the options that were typed, except for those with a name in `without`."""
-    context = click.get_current_context()
-    words: list[str] = []
-    for each in context.command.params:
-        name = each.name or ""
-        typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if isinstance(each, click.Option) and typed and name not in without:
-            given = context.params[name]
-            for value in given if isinstance(given, tuple) and each.multiple else (given,):
-                words += [each.opts[-1], *(() if each.is_flag else value if each.nargs > 1 else (str(value),))]
-    return command("convert", *paths, *words)
 
 
 def _sources_and_target(paths: tuple[str, ...]) -> tuple[tuple[str, ...], str]:

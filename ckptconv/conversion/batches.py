@@ -23,9 +23,8 @@ from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Progress
 from ckptconv.byteranges.threads import Threads
 from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, job_of, stamp_of, work, working
-from ckptconv.conversion.options import JobOptions, OutputOptions, takes
+from ckptconv.conversion.options import JobOptions, parse_options, takes
 from ckptconv.conversion.targets import list_in_place, list_requests
-from ckptconv.edits.options import split_edits
 from ckptconv.errors import CkptconvError, MissingInputError, OutputError, RefusedError, UsageError
 from ckptconv.formats import opening
 from ckptconv.formats.sharded import reading, writing
@@ -34,7 +33,7 @@ from ckptconv.formats.writers import writer_for
 from ckptconv.hints import for_python
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output import files as output_files
-from ckptconv.output.files import DiskWait, FolderSync, Steps
+from ckptconv.output.files import DiskWait, Steps, sync
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.system import calls
 
@@ -61,7 +60,7 @@ class _ThisThread(JobExecutor):
         self._begun: deque[_Begun] = deque()  # in the order of their jobs
         self._synced: SimpleQueue[tuple[list[_Begun], BaseException | None]] = SimpleQueue()
         #: Folders that are being synced, each with the jobs that wait for its next sync.
-        self._folders: dict[FolderSync, list[_Begun]] = {}
+        self._folders: dict[Path, list[_Begun]] = {}
         self._threads = Threads(self.most, "ckptconv-sync")
         #: The paths of the running jobs, without their common parents, and the bytes of their inputs; and those of the
         #: next job.
@@ -99,7 +98,7 @@ class _ThisThread(JobExecutor):
 
         Jobs that began to wait for the same folder in the meantime are the next group.
         """
-        if isinstance(wait := group[0].wait, FolderSync) and (late := self._folders.pop(wait)):
+        if isinstance(wait := group[0].wait, Path) and (late := self._folders.pop(wait)):
             self._wait_for(wait, late)
         for each in group:
             self._go_on(each, error)
@@ -119,14 +118,14 @@ class _ThisThread(JobExecutor):
                 self._nbytes -= done.nbytes
                 done.future.set_result(outcome)
             return
-        if isinstance(begun.wait, FolderSync) and begun.wait in self._folders:
+        if isinstance(begun.wait, Path) and begun.wait in self._folders:
             self._folders[begun.wait].append(begun)
         else:
             self._wait_for(begun.wait, [begun])
 
     def _wait_for(self, wait: DiskWait, group: list[_Begun]) -> None:
         """Start `wait` in a thread, once for all jobs of `group`."""
-        if isinstance(wait, FolderSync):
+        if isinstance(wait, Path):
             self._folders[wait] = []
         self._threads.submit(self._sync, wait, group)
 
@@ -134,7 +133,7 @@ class _ThisThread(JobExecutor):
         """Run `wait` in a thread, and queue `group` with the exception of `wait` or None."""
         error: BaseException | None = None
         try:
-            wait()
+            sync(wait)
         except BaseException as raised:
             error = raised
         self._synced.put((group, error))
@@ -276,8 +275,7 @@ def jobs_in(
         ArgumentTypeError: An option has a wrong type, or no option has that name.
     """
     srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
-    edits, others = split_edits(options)
-    output = OutputOptions(**others)
+    edits, output = parse_options(options)
     if output.in_place and not any(Path(src) == Path(dst) for src in srcs):
         raise UsageError("an in-place change has no output", got=os.fspath(dst))
     listing = list_in_place(srcs, edits, output) if output.in_place else list_requests(srcs, dst, edits, output)

@@ -16,11 +16,10 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Meter, OutFile, Overflow, Progress
 from ckptconv.conversion.folder_plans import plan_source
 from ckptconv.conversion.in_place import change_in_place
-from ckptconv.conversion.options import ConvertOptions, OutputOptions, takes
+from ckptconv.conversion.options import ConvertOptions, OutputOptions, parse_options, takes
 from ckptconv.conversion.plan import Plan, Report, Verified, report_of
 from ckptconv.conversion.targets import Request, find_request, through_link
 from ckptconv.edits.changes import Changes
-from ckptconv.edits.options import split_edits
 from ckptconv.errors import ArgumentTypeError, RefusedError, TargetExistsError, UsageError
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, option
@@ -55,15 +54,14 @@ def convert(
         CkptconvError: One of its subclasses. `dst` is then unchanged.
         ArgumentTypeError: An option has a wrong type, or no option has that name.
     """
-    edits, others = split_edits(options)
-    output = OutputOptions(**others)
+    edits, output = parse_options(options)
     if output.in_place and dst is not None:
         raise UsageError("an in-place change has no output", got=os.fspath(dst))
     if dst is None:
         if not output.in_place:
             raise ArgumentTypeError("convert() needs dst, the output, unless in_place is True")
         dst = src
-    return run(find_request(src, dst, edits, output))
+    return run(replace(find_request(src, dst, edits, output), given=options))
 
 
 def running(request: Request, progress: Meter | None = None) -> Steps[Report]:

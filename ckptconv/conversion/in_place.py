@@ -14,7 +14,6 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -42,13 +41,12 @@ from ckptconv.byteranges.undo_journal import (
     state_of,
 )
 from ckptconv.conversion.discovery import is_hub_blob
-from ckptconv.conversion.options import OutputOptions
+from ckptconv.conversion.options import given_options
 from ckptconv.conversion.plan import InPlace, Report, Verified, refuse_dangers
 from ckptconv.conversion.targets import Request
 from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.names import is_wrapped
-from ckptconv.edits.options import Edits
 from ckptconv.errors import (
     InputError,
     MissingInputError,
@@ -80,7 +78,6 @@ _MOVES = (
     *("select", "state_dict", "drop", "include", "exclude", "optimizer", "like"),
 )
 _NO_OUTPUT = ("format", "copy_tied", "max_shard_size", "copy_others")
-_KEYWORDS = {"dtypes": "dtype"}
 
 
 @dataclass
@@ -109,13 +106,13 @@ def change_in_place(request: Request) -> Report:
         DangerousError: The file contains a call that no checkpoint needs.
         OutputError: Writing failed. The journal contains the old bytes.
     """
-    src, edits, output = request.src, request.edits, request.output
+    src, output = request.src, request.output
     refuse_url(src)
-    check_edits(edits, output)
+    check_edits(request)
     started = time.monotonic()
     index, paths = _files_of(src)
-    if edits.regroup and len(paths) > 1:
-        raise _moves("regroup", "from shard to shard")
+    if request.edits.regroup and len(paths) > 1:
+        raise _moves(request, "regroup", "from shard to shard")
     with ExitStack() as opened, gc_paused():
         notes: list[str] = []
         files = []
@@ -127,7 +124,7 @@ def change_in_place(request: Request) -> Report:
             files.append(_File(target, opened.enter_context(open_locked(target))))
             _check_file(files[-1], force=output.force)
         faults = CheckingSink()
-        changes, format_ = _plan(files, index, edits, output, faults)
+        changes, format_ = _plan(files, index, request, faults)
         changed = [file for file in files if file.changes]
         written = 0 if output.dry_run else _write(changed, keep_journal=not output.no_undo)
     planned = [file.patches for file in files if file.patches]
@@ -167,21 +164,19 @@ def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
         return index, [*(folder / name for name in read_index(source).shards()), index]
 
 
-def _plan(
-    files: list[_File], index: Path | None, edits: Edits, output: OutputOptions, faults: CheckingSink
-) -> tuple[Changes, str]:
+def _plan(files: list[_File], index: Path | None, request: Request, faults: CheckingSink) -> tuple[Changes, str]:
     """Plan the changes of all `files` before the first is written. Return the changes and the format.
 
     An edit may match nothing in some shards, if it matches in others. Raises the errors of :func:`change_in_place`.
     """
-    shards = files[:-1] if index else files
+    edits, shards = request.edits, files[:-1] if index else files
     total = Changes()
     missing: list[NoMatchError] = []
     format_ = ""
     wrapped: set[bool] = set()
     for file in shards:
         try:
-            format_ = _plan_file(file, edits, total, wrapped, output, faults)
+            format_ = _plan_file(file, request, total, wrapped, faults)
         except NoMatchError as error:  # it may match in another shard
             missing.append(error)
     if missing and (len(missing) == len(shards) or len(edits.strip_prefix + edits.rename) > 1):
@@ -199,15 +194,13 @@ def _plan(
     return total, f"sharded {format_}" if index or len(shards) > 1 else format_
 
 
-def _plan_file(
-    file: _File, edits: Edits, total: Changes, wrapped: set[bool], output: OutputOptions, faults: CheckingSink
-) -> str:
+def _plan_file(file: _File, request: Request, total: Changes, wrapped: set[bool], faults: CheckingSink) -> str:
     """Plan the changes of `file`, which is a checkpoint or a shard. Return its format.
 
     The changes are added to `total`. For each state dict, True is added to `wrapped` if all its names have the prefix
     of a wrapper, else False.
     """
-    of_folder = file.path.name == dcp.METADATA
+    of_folder, output = file.path.name == dcp.METADATA, request.output
     # The sources are not locked, because this process already has the lock.
     with SourceFolder(file.path.parent, faults) if of_folder else Source(file.path, faults) as source:
         checkpoint = opening.read(source)
@@ -217,9 +210,10 @@ def _plan_file(
         file.rest = None if of_folder else rest_sum(checkpoint)
         wrapped.update(is_wrapped(names) for found in checkpoint.detected.state_dicts if (names := found.names()))
         known = {*checkpoint.storages}
-        changes = apply(checkpoint, edits)
-        if edits.regroup and (of_folder or not known.issuperset(checkpoint.storages)):
+        changes = apply(checkpoint, request.edits)
+        if request.edits.regroup and (of_folder or not known.issuperset(checkpoint.storages)):
             raise _moves(
+                request,
                 "regroup",
                 "in these files"
                 if of_folder
@@ -234,7 +228,7 @@ def _plan_file(
                 "the new header does not fit into the space of the old one",
                 where=file.path,
                 hint="write a new file, with the same edits: "
-                + command("convert", file.path, file.path, Option("force")),
+                + command("convert", file.path, file.path, *_others(request, "force"), Option("force")),
             )
         if output.verify and not output.dry_run:
             faults.check()
@@ -259,15 +253,13 @@ def _plan_index(file: _File, names: dict[str, str]) -> None:
     file.patches = Patches("same size", patches, len(old), len(new), ((0, 0xFF),))
 
 
-def check_edits(edits: Edits, output: OutputOptions) -> None:
+def check_edits(request: Request) -> None:
     """Raise UsageError if an edit would move tensor bytes, if an option needs an output, or if no edit is requested."""
-    usual = Edits()
-    said = [name for name in _MOVES if getattr(edits, name) != getattr(usual, name)]
-    said += [
-        each.name for each in fields(output) if each.name in _NO_OUTPUT and getattr(output, each.name) != each.default
-    ]
-    if said:
-        raise _moves(_KEYWORDS.get(said[0], said[0]))
+    edits = request.edits
+    for options, names in (edits, _MOVES), (request.output, _NO_OUTPUT):
+        for name in names:
+            if getattr(options, name) != getattr(type(options), name):
+                raise _moves(request, name.replace("dtypes", "dtype"))
     if not (edits.devices or edits.strip_prefix or edits.rename or edits.add_prefix or edits.unwrap or edits.regroup):
         raise UsageError(
             option("in_place") + " needs a change",
@@ -275,13 +267,18 @@ def check_edits(edits: Edits, output: OutputOptions) -> None:
         )
 
 
-def _moves(keyword: str, when: str = "") -> UsageError:
+def _moves(request: Request, keyword: str, when: str = "") -> UsageError:
     """Return the error for an option that moves tensor bytes. `when` restricts this to a case, in words."""
     why = f", because it rewrites tensor data{when and ' ' + when}"
     return UsageError(
         option(keyword, None) + " cannot be used with " + option("in_place") + why,
-        hint="write a new file: " + command("convert", Placeholder("SRC"), Placeholder("DST")),
+        hint="write a new file: " + command("convert", request.src, Placeholder("OUT"), *_others(request)),
     )
+
+
+def _others(request: Request, *without: str) -> list[Option]:
+    """Return the options of `request`, without those for a change in place and those in `without`."""
+    return given_options(request.given, "in_place", "no_undo", *without)
 
 
 def resolved(path: str | os.PathLike[str]) -> tuple[Path, tuple[str, ...]]:

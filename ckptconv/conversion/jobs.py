@@ -20,10 +20,10 @@ from ckptconv.byteranges.reading import crc32_of
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange, Progress
 from ckptconv.conversion.convert import run, running
-from ckptconv.conversion.options import JobOptions, OutputOptions
+from ckptconv.conversion.options import JobOptions, OutputOptions, parse_options
 from ckptconv.conversion.plan import Report
 from ckptconv.conversion.targets import Request, find_request, is_there
-from ckptconv.edits.options import Edits, option_of, split_edits
+from ckptconv.edits.options import Edits, option_of
 from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError, UsageError, redacted
 from ckptconv.hints import joined, option, unknown_keyword
 from ckptconv.light_dataclass import dataclass
@@ -73,22 +73,21 @@ class Job:
         """Return the keywords in `edits` as edits of the checkpoint and options of the output."""
         if self.request:
             return self.request.edits, self.request.output
-        edits, others = split_edits(self.edits)
-        return edits, OutputOptions(**others)
+        return parse_options(self.edits)
 
     def located(self) -> Request:
         """Return `request`. If it is None, resolve `src` and `dst`.
 
         Raises the errors of :func:`~ckptconv.conversion.targets.find_request`.
         """
-        return self.request or find_request(self.src, self.dst, *self.parsed())
+        return self.request or replace(find_request(self.src, self.dst, *self.parsed()), given=self.edits)
 
 
-def job_of(request: Request, edits: Mapping[str, Any]) -> Job:
-    """Return the job for `request`, which was created from the keywords `edits`."""
+def job_of(request: Request, given: Mapping[str, Any]) -> Job:
+    """Return the job for `request`, which was created from the keywords `given`."""
     src = request.src if is_url(request.src) else str(request.src)  # the text of a URL object is incomplete
     dst = f"{request.dst}".rstrip("/") + "/" if request.is_folder else str(request.dst)
-    return Job(src, dst, edits, request)
+    return Job(src, dst, given, replace(request, given=given))
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args
 
-from ckptconv.edits.options import EditOptions, Edits, check_flags
+from ckptconv.edits.devices import to_devices
+from ckptconv.edits.options import EditOptions, Edits, check_flags, split_edits
 from ckptconv.formats.writers import WRITERS, FormatWord
 from ckptconv.guesses import DOWNLOAD, Flag
+from ckptconv.hints import Option
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 
@@ -174,6 +176,28 @@ class OutputOptions:
     def writes_folder(self) -> bool:
         """Whether the output of one checkpoint is a folder: a set of shards, or a format that is a folder."""
         return self.max_shard_size is not None or self.is_for_ranks
+
+
+def parse_options(options: Mapping[str, Any]) -> tuple[Edits, OutputOptions]:
+    """Return the keywords `options` as edits and output options.
+
+    Raises the errors of :func:`~ckptconv.edits.options.edits_from`, and ArgumentTypeError for an output option.
+    """
+    edits, others = split_edits(options)
+    return edits, OutputOptions(**others)
+
+
+def given_options(options: Mapping[str, Any], *without: str) -> list[Option]:
+    """Return those of the keywords `options` that are not their defaults and not in `without`, for a command.
+
+    A function cannot be typed and is left out.
+    """
+    found = []
+    for name, value in options.items():
+        usual = getattr(OutputOptions, name, getattr(Edits, name, None))
+        if value and value != usual and name not in without and not callable(value):
+            found.append(Option(name, to_devices(value).given() if name == "map_location" else value))
+    return found
 
 
 #: The options if the user gives none.

@@ -17,10 +17,9 @@ from ckptconv.byteranges.reading import announce, located
 from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, Deferred, Literal, OutFile, Piece, Progress
 from ckptconv.conversion.folder_plans import plan_source
-from ckptconv.conversion.options import OutputOptions, PlanOptions, takes
+from ckptconv.conversion.options import PlanOptions, parse_options, takes
 from ckptconv.conversion.plan import Report, read_and_plan, report_of
 from ckptconv.conversion.targets import Request, format_of
-from ckptconv.edits.options import split_edits
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python
 from ckptconv.pickles.graph import gc_paused
@@ -170,8 +169,7 @@ def plan(
         CkptconvError: One of its subclasses.
         ArgumentTypeError: An option has a wrong type, or no option has that name.
     """
-    edits, others = split_edits(options)
-    output = OutputOptions(**others, download=download)
+    edits, output = parse_options({**options, "download": download})
     format_of(Path(dst), output.format)  # raises an error if the suffix contradicts it
     (planned,) = plan_files(src, Request(Path(), Path(dst), "file", edits, output))
     return planned

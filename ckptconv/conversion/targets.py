@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field, replace
 from pathlib import Path
+from typing import Any
 
 from ckptconv.conversion.discovery import find, find_in, is_hub_blob, is_part
 from ckptconv.conversion.options import USUAL, OutputOptions
@@ -37,6 +38,7 @@ class Request:
         is_folder: Whether `dst` is a folder of files.
         within: For ``other``: the folder that the target of a link must be inside. Otherwise None.
         notes: Notes that the report includes.
+        given: The keywords from which `edits` and `output` were read, for commands in messages.
     """
 
     src: Path
@@ -47,6 +49,7 @@ class Request:
     is_folder: bool = False
     within: Path | None = None
     notes: tuple[str, ...] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Listing:
     Attributes:
         requests: The conversions.
         is_batch: Whether the arguments can select any number of checkpoints, even if they select one.
-        other: The files in the input folders that are not converted.
+        other: For a batch: the files in the input folders that are not converted.
         unentered: The hidden folders and the links to folders, which are not searched.
         notes: Notes about the command as such.
     """
@@ -262,7 +265,9 @@ def _check_ranks(output: OutputOptions, path: Path) -> None:
 
 
 def list_in_place(
-    srcs: Sequence[str | os.PathLike[str]], edits: Edits = NO_EDITS, output: OutputOptions = USUAL
+    srcs: Sequence[str | os.PathLike[str]],
+    edits: Edits = NO_EDITS,
+    output: OutputOptions = USUAL,
 ) -> Listing:
     """Return the changes in place of all checkpoints that `srcs` select, including those in and below folders.
 
@@ -328,14 +333,13 @@ def _of_one(src: Path, dst: str | os.PathLike[str], asked: Request, *, to_folder
         if kind is None:
             raise folder_error(src)
         format_of(path, output.format)
-        other = _beside(src, kind) if is_dir else ()
-        return Listing((replace(asked, src=src, kind=kind, notes=_about_others(src, other)),), other=other)
+        notes = _about_others(src, _beside(src, kind)) if is_dir else ()
+        return Listing((replace(asked, src=src, kind=kind, notes=notes),))
     if is_dir:
         _refuse_inside(path, src)
     if kind == "shards" or (kind and is_set):
-        other = _beside(src, kind) if is_dir and output.is_for_ranks else ()
-        notes = _about_others(src, other, hint=False)
-        return Listing((replace(asked, src=src, kind=kind, is_folder=True, notes=notes),), other=other)
+        notes = _about_others(src, _beside(src, kind), hint=False) if is_dir and output.is_for_ranks else ()
+        return Listing((replace(asked, src=src, kind=kind, is_folder=True, notes=notes),))
     return _of_tree(src, path, asked)
 
 
@@ -438,8 +442,7 @@ def _of_ranks(src: Path, asked: Request, *, to_folder: bool) -> Listing:
         if not (zero.has(src, each) if zero else each.parent == src and rank_names.pattern_of(each.name))
     ]
     notes = _about_others(src, other, hint=False)
-    request = replace(asked, src=src, dst=path, kind="ranks", is_folder=is_set, notes=notes)
-    return Listing((request,), other=tuple(other))
+    return Listing((replace(asked, src=src, dst=path, kind="ranks", is_folder=is_set, notes=notes),))
 
 
 def _of_tree(src: Path, path: Path, asked: Request) -> Listing:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
-from itertools import count
 from math import prod
 
 from ckptconv.byteranges.sources import Readable
@@ -27,13 +25,13 @@ from ckptconv.checkpoint.quantization import (
 )
 from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.checkpoint.storage_ids import change_id
-from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, Storage, TensorInfo, glob_of, piece_of
+from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, TensorInfo, glob_of, piece_of
 from ckptconv.dtypes import BY_NAME, CODES
 from ckptconv.edits.changes import Changes, NameChange
-from ckptconv.edits.dtype_rules import DTypeRule
+from ckptconv.edits.dtype_rules import EXACT, DTypeRule, strongest
 from ckptconv.edits.regroup_files import content_of_config
-from ckptconv.errors import CollisionError, InputError, RefusedError, some
-from ckptconv.errors import count as counted
+from ckptconv.edits.views import new_storage
+from ckptconv.errors import CollisionError, InputError, RefusedError, count, some
 from ckptconv.hints import Placeholder, command, option
 from ckptconv.pickles.graph import Call, Value
 
@@ -67,13 +65,13 @@ def dequantize(checkpoint: Checkpoint, rules: Sequence[DTypeRule], changes: Chan
         asked = [each for each in quantized if _is_asked(rules, found.path, each.weight)]
         if other := of_other_programs(known):
             n, layout, program = other
-            changes.notes.append(f"{counted(n, 'weight')} of {layout} stay quantized: {program} decodes them")
+            changes.notes.append(f"{count(n, 'weight')} of {layout} stay quantized: {program} decodes them")
         if asked:
             _refuse_orphans(checkpoint, rules, found, known, quantized)
             weights.replace(found, known, asked)
             changes.still_quantized += len(quantized) - len(asked)
     if changes.still_quantized:
-        changes.notes.append(f"{counted(changes.still_quantized, 'other weight')} of the same model stay quantized")
+        changes.notes.append(f"{count(changes.still_quantized, 'other weight')} of the same model stay quantized")
     return weights.conclude()
 
 
@@ -109,17 +107,9 @@ def _is_asked(rules: Sequence[DTypeRule], path: str, name: str, *, exactly: bool
 
     If `exactly` is True, only rules count whose glob is the complete name or path.
     """
-    ranks: dict[int, list[DTypeRule]] = {}
     paths = (f"{path}/{name}", f"./{path}/{name}") if path != "." else (f"./{name}",)
-    for rule in rules:
-        known = paths if rule.glob and "/" in rule.glob else (name,)
-        rank = 1 if rule.glob is None else 3 if rule.glob in known else 2
-        if rule.glob is None or rank == 3 or any(fnmatchcase(each, rule.glob) for each in known):
-            ranks.setdefault(rank, []).append(rule)
-    best = ranks[max(ranks)] if ranks else []
-    if exactly and max(ranks, default=0) < 3:
-        return False
-    return any(rule.dtype in _TARGETS for rule in best if not any(other.is_within(rule) for other in best))
+    rank, best = strongest((rule, rule.rank(paths if "/" in (rule.glob or "") else (name,))) for rule in rules)
+    return (rank == EXACT or not exactly) and any(rule.dtype in _TARGETS for rule in best)
 
 
 def _refuse_orphans(
@@ -139,7 +129,7 @@ def _refuse_orphans(
         raise RefusedError(
             f"a weight has no scale, or a scale has no weight: {some(lone)}",
             where=checkpoint.source.path,
-            got=f"{counted(len(quantized), 'weight')} with scales",
+            got=f"{count(len(quantized), 'weight')} with scales",
             hint="convert the whole set, if this is a part of it; or leave them out: " + option("exclude", globs),
         )
 
@@ -218,8 +208,7 @@ class _Weights:
         known = (each.layout, *(info.view for info in (codes, scale, *second)))
         if known in self._made:
             return self._made[known]
-        dtype, shape = BY_NAME["float32"], each.shape
-        nbytes = prod(shape) * dtype.itemsize
+        dtype = BY_NAME["float32"]
         assert codes.storage is not None
         checked = {
             id(span): span
@@ -237,19 +226,17 @@ class _Weights:
             each.matrix,
             each.block,
             0,
-            nbytes,
+            prod(each.shape) * dtype.itemsize,
             each.divides,
             each.transposed,
             each.layout,
             tuple(checked.values()),
         )
-        old = codes.storage
-        key = next(key for n in count(1) if (key := f"{old.key}.{n}") not in self._keys)
-        self._keys.add(key)
-        node = self._made[known] = self._calls.tensor(dtype, shape, key, nbytes)
+        storage = new_storage(codes.storage, data, self._keys)
+        node = self._made[known] = self._calls.tensor(dtype, each.shape, storage.key, storage.nbytes)
         reference = self.checkpoint.graph.references[-1]
-        change_id(reference, tag=old.device)
-        self.checkpoint.references.append(Reference(reference, Storage(key, old.device, nbytes, data)))
+        change_id(reference, tag=storage.device)
+        self.checkpoint.references.append(Reference(reference, storage))
         return node
 
     def conclude(self) -> bool:

@@ -123,6 +123,10 @@ class Devices:
     def __bool__(self) -> bool:
         return bool(self.rules or self.to or self.function)
 
+    def given(self) -> tuple[str | tuple[str, str], ...]:
+        """Return the value of ``map_location`` for this mapping, which has no function."""
+        return (*([str(self.to)] if self.to else []), *((rule.old, str(rule.new)) for rule in self.rules))
+
     def without(self, rule: object) -> Devices:
         """Return this mapping without `rule`."""
         return replace(self, rules=tuple(other for other in self.rules if other != rule))

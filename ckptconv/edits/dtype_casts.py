@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import field, replace
-from fnmatch import fnmatchcase
 
 from ckptconv.byteranges.spans import Scaled
 from ckptconv.checkpoint.model import Checkpoint
@@ -20,7 +19,7 @@ from ckptconv.checkpoint.state_dicts import Detected
 from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, glob_of
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.changes import CastCount, Changes
-from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule
+from ckptconv.edits.dtype_rules import EXACT, FLOATS, INTEGERS, WEIGHTS, DTypeRule, strongest
 from ckptconv.edits.views import Group, View, Views
 from ckptconv.errors import NoMatchError, RefusedError, UsageError, some
 from ckptconv.hints import option
@@ -36,7 +35,6 @@ _COMPLEX = frozenset({"complex32", "complex64", "complex128"})
 #: The dtypes that a glob, or a dtype without a glob, is for. Those of them that cannot be cast are reported.
 _MEANT = FLOATS | _COMPLEX | {name for name in BY_NAME if name.startswith("q")}
 _FROM = FLOATS | INTEGERS | {"bool"}
-_WEIGHTS, _GLOB, _EXACT = 1, 2, 3  # how specific a rule is
 _PACKED = ("int8", "uint8", "int32", "float4_e2m1fn_x2")
 #: Names that only scales have. Their weight may be in another shard.
 _SCALE = regex(r".*(weight_scale(_inv|_2)?|_scale_inv|scale_weight)")
@@ -56,7 +54,7 @@ class _Tie:
         places: The places of the tensor.
         offered: The rules that match one of its places: the rule, its rank, and the path.
         rule: The rule that is used, or None.
-        rank: How specific this rule is: _EXACT, _GLOB, _WEIGHTS, or 0 without a rule.
+        rank: How specific this rule is: EXACT, GLOB, WEIGHTS, or 0 without a rule.
         named: The paths that this rule matches.
     """
 
@@ -77,10 +75,9 @@ class _Tie:
 
     def decide(self) -> None:
         """Choose the most specific rule. Raise UsageError if two equally specific rules have different dtypes."""
-        self.rank = max((rank for _, rank, _ in self.offered), default=0)
-        rules = {rule for rule, rank, _ in self.offered if rank == self.rank}
+        self.rank, rules = strongest((rule, rank) for rule, rank, _ in self.offered)
         for rule, rank, path in self.offered:
-            if rank < self.rank or any(other.is_within(rule) for other in rules):
+            if rank < self.rank or rule not in rules:
                 continue
             self.rule = self.rule or rule
             if rule.dtype != self.rule.dtype:
@@ -171,13 +168,13 @@ def _obstacle(tie: _Tie, rule: DTypeRule, tied: list[View], views: Views) -> str
         return "complex"
     if dtype not in _FROM:
         return dtype
-    if dtype.startswith("float8") and tie.rank == _WEIGHTS:
+    if dtype.startswith("float8") and tie.rank == WEIGHTS:
         if tie.scale:
             return f"{dtype} that has a scale, which a cast does not apply"
         return f"{dtype} has scales, so only a GLOB casts it"
-    if tie.is_scale and tie.rank < _EXACT:
+    if tie.is_scale and tie.rank < EXACT:
         return "scales of quantized weights, which are cast only by their full names"
-    if tie.counts and tie.rank < _EXACT:
+    if tie.counts and tie.rank < EXACT:
         return "an optimizer's steps, which fewer bits would round: only the full path casts them"
     storage = tied[0].storage
     if storage in views.used_otherwise:
@@ -282,15 +279,15 @@ class _Chooser:
             tie.counts = tie.counts or (place.key == "step" and self.is_in_optimizer(place))
             for rule in self.globs:
                 rank = self.rank(rule, place)
-                if rank == _EXACT and rule.dtype in INTEGERS and info.dtype in FLOATS | _COMPLEX:
+                if rank == EXACT and rule.dtype in INTEGERS and info.dtype in FLOATS | _COMPLEX:
                     text = f"{place.path} is {info.dtype}, which is not cast to integers"
                     raise UsageError(text, got=str(rule))
-                if rank == _EXACT or (rank and info.dtype in _MEANT):
+                if rank == EXACT or (rank and info.dtype in _MEANT):
                     self.useful.add(rule)
                     tie.offered.append((rule, rank, place.path))
             if self.bare and info.dtype in _MEANT:
                 if self.names_at(place) or not (has_weights or self.is_in_optimizer(place)):
-                    tie.offered.append((self.bare, _WEIGHTS, place.path))
+                    tie.offered.append((self.bare, WEIGHTS, place.path))
                 else:
                     others.append((tie, place.path))
         for rule in self.globs:
@@ -327,18 +324,11 @@ class _Chooser:
                         other.scale = tie.paths[0]
 
     def rank(self, rule: DTypeRule, place: Place) -> int:
-        """Return how specifically `rule` matches the tensor at `place`: _EXACT, _GLOB, or 0 if it does not match.
+        """Return the rank of `rule`, which has a glob, for the tensor at `place`.
 
-        A glob with a slash is compared with paths, and a glob without one with names in state dicts and modules. A
-        glob that is equal to the path or name is exact, even if it contains brackets. Rules for integers match only
-        exactly.
+        A glob with a slash is compared with paths, and a glob without one with names in state dicts and modules.
         """
-        glob = rule.glob or ""
-        known = self.paths_of(place) if "/" in glob else self.names_at(place)
-        if glob in known:
-            return _EXACT
-        is_meant = any(fnmatchcase(each, glob) for each in known) and rule.dtype not in INTEGERS
-        return _GLOB if is_meant else 0
+        return rule.rank(self.paths_of(place) if "/" in (rule.glob or "") else self.names_at(place))
 
     def paths_of(self, place: Place) -> list[str]:
         """Return the paths of `place`, in the source and below the root that was selected."""

@@ -7,7 +7,7 @@ name, safetensors' word, or another common word.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,6 +26,7 @@ DTypeLike: TypeAlias = "str | torch.dtype | Mapping[str, str | torch.dtype] | It
 FLOATS = frozenset(name for name in BY_NAME if re.fullmatch(r"b?float(8_\w+|16|32|64)", name))
 _TARGETS = FLOATS - {"float8_e8m0fnu"}
 INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"})
+WEIGHTS, GLOB, EXACT = 1, 2, 3  # how specific a rule is
 #: Other usual words.
 _CALLED = {
     "double": "float64", "float": "float32", "half": "float16", "bfloat": "bfloat16", "fp64": "float64",
@@ -61,6 +62,18 @@ class DTypeRule:
     glob: str | None
     dtype: str
 
+    def rank(self, known: Sequence[str]) -> int:
+        """Return how specific this rule is for a tensor with the names `known`: EXACT, GLOB, WEIGHTS, or 0 if it does
+        not match.
+
+        A glob that is equal to a name is exact, even if it contains brackets. Rules for integers match only exactly.
+        """
+        if self.glob is None:
+            return WEIGHTS
+        if self.glob in known:
+            return EXACT
+        return GLOB if self.dtype not in INTEGERS and any(fnmatchcase(each, self.glob) for each in known) else 0
+
     def is_within(self, other: DTypeRule) -> bool:
         """Return whether this glob is more specific than the glob of `other`.
 
@@ -75,6 +88,17 @@ class DTypeRule:
 
     def __str__(self) -> str:
         return self.dtype if self.glob is None else f"{self.glob}={self.dtype}"
+
+
+def strongest(ranked: Iterable[tuple[DTypeRule, int]]) -> tuple[int, list[DTypeRule]]:
+    """Return the highest rank in `ranked`, and the rules of this rank whose globs include no glob of another of them.
+
+    The rank is 0 if no rule matches. Then there are no rules.
+    """
+    known = [*ranked]
+    best = max((rank for _, rank in known), default=0)
+    rules = dict.fromkeys(rule for rule, rank in known if rank == best > 0)
+    return best, [rule for rule in rules if not any(other.is_within(rule) for other in rules)]
 
 
 def near_dtype(word: str) -> str | None:

@@ -28,7 +28,7 @@ from ckptconv.edits.selection import leave_out
 from ckptconv.errors import LimitError, NoMatchError, RefusedError, at_path, some
 from ckptconv.hints import Placeholder, joined, option
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import AT_ONCE, Effect, List, Node, Object, Tuple, Value, replace_items
+from ckptconv.pickles.graph import Effect, List, Node, Object, Tuple, Value, add_elements, replace_items
 from ckptconv.pickles.paths import key_segment
 
 _T = TypeVar("_T")
@@ -342,9 +342,7 @@ def are_same(a: Value | list[Value], b: Value | list[Value]) -> bool:
 
 def set_list(mapping: Object, key: str, values: Sequence[Value]) -> None:
     """Set the item `key` of `mapping` to a new list of `values`. The item is added if `mapping` does not contain it."""
-    new = List()
-    for at in range(0, len(values), AT_ONCE):
-        new.add(Effect("APPENDS", [*values[at : at + AT_ONCE]], None))
+    new = add_elements(List(), values)
     for effect, i in mapping.pairs():
         if effect.values[i] == key:
             effect.values[i + 1] = new

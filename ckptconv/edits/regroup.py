@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from math import prod
 from operator import add, mul
 from typing import TypeAlias
@@ -30,6 +29,7 @@ from ckptconv.edits.regroup_items import Items, Maker, Step, apply_rules
 from ckptconv.edits.regroup_plan import Group
 from ckptconv.edits.regroup_rules import Rule
 from ckptconv.edits.rename import rename_keys
+from ckptconv.edits.views import new_storage
 from ckptconv.errors import RefusedError, some
 from ckptconv.hints import Placeholder, command
 from ckptconv.pickles.graph import (
@@ -284,9 +284,7 @@ class Tensors(Maker[Value]):
         verified = tuple(span for key, span in spans.items() if key not in used)
         itemsize = get_dtype(like_info.dtype).itemsize
         data = assembled(refined, itemsize, blocks, self.checkpoint.source.path, verified)
-        key = next(key for n in count(1) if (key := f"{old.key}.{n}") not in self._keys)
-        self._keys.add(key)
-        return self._tensor(like, like_info, Storage(key, old.device, data.length, data), 0, shape)
+        return self._tensor(like, like_info, new_storage(old, data, self._keys), 0, shape)
 
     def _tensor(self, like: Call, info: TensorInfo, storage: Storage, offset: int, shape: _Shape) -> Call:
         """Return a call that builds a row-major tensor of `shape` at `offset` of `storage`, otherwise like `like`.

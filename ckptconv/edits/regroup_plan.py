@@ -229,7 +229,7 @@ class Planner:
         if others:
             self._fail(f"two names of the rule match {name}", got=f"{pattern} and {others[0]}")
         filled = [each.pattern.fill(match.numbers, match.wild) for each in rule.made if each.pattern]
-        if match.is_below or None in filled:
+        if None in filled or min(match.numbers.values(), default=0) < 0:
             planned.below += 1
             return None
         if pattern.ends_open and not is_rename and match.wild[-1] not in _OPEN:

@@ -8,13 +8,13 @@ has a single name, the *whole*; the other side has the *parts*::
     emb.weight = embed_tokens.weight[151936], -
     layers.{n}.x = blocks.{n+1}.x
 
-A name is compared segment by segment, from the left up to a ``*`` and then from the right, so the time is proportional
-to the length of the name. ``{n}`` is a decimal number, ``*`` is text without a dot, and ``**.`` at the start is any
+``{n}`` is a decimal number, ``*`` is text without a dot, and ``**.`` at the start is any
 number of segments. A number that only the parts have is a stacked dimension of the whole.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +34,6 @@ _VALUE = r"([1-9][0-9]{0,17}|\$[A-Za-z_][A-Za-z0-9_]{0,99}(?:\.[A-Za-z_][A-Za-z0
 _SHARE, _SIZE = regex(rf":\s*{_VALUE}"), regex(rf"\[\s*{_VALUE}\s*\]")
 _DIM = regex(rf"@\s*(0|[1-9][0-9]?)\s*(?:/\s*{_VALUE})?")
 _DIGITS = frozenset("0123456789")
-_MOST_DIGITS = 18
 _FORWARD = "forward:"
 #: The start of the comment that names the models that a file is for.
 _MODELS = "// for:"
@@ -45,18 +44,25 @@ Value: TypeAlias = "int | str"
 
 @dataclass(frozen=True)
 class Number:
-    """A ``{name}`` in a pattern. It matches the number `name` plus `shift`."""
+    """A ``{name}`` in a pattern, which matches the number `name` plus `shift`; or a wildcard."""
 
     name: str
     shift: int = 0
 
+    @property
+    def is_wildcard(self) -> bool:
+        """Whether this is :data:`STAR` or :data:`ANYWHERE`."""
+        return self.name.startswith("*")
+
     def __str__(self) -> str:
         shift = f"{self.shift:+}" if self.shift else ""
-        return "*" if self == STAR else f"{{{self.name}{shift}}}"
+        return self.name if self.is_wildcard else f"{{{self.name}{shift}}}"
 
 
 #: A ``*`` in a pattern.
 STAR = Number("*")
+#: A ``**.`` at the start of a pattern.
+ANYWHERE = Number("**.")
 _Token: TypeAlias = "str | Number"
 
 
@@ -74,68 +80,64 @@ class Match:
     wild: tuple[str, ...]
     zeros: bool
 
-    @property
-    def is_below(self) -> bool:
-        """Whether a number is negative."""
-        return any(number < 0 for number in self.numbers.values())
-
 
 @dataclass(frozen=True)
 class Pattern:
     """A name in a rule.
 
     Attributes:
-        anywhere: Whether the pattern begins with ``**.``.
-        segments: The tokens of each segment: texts, numbers, and at most one :data:`STAR`.
+        tokens: The texts, numbers and wildcards, in order. The dots between segments are in the texts.
     """
 
-    anywhere: bool
-    segments: tuple[tuple[_Token, ...], ...]
+    tokens: tuple[_Token, ...]
 
     @cached_property
-    def numbers(self) -> tuple[str, ...]:
+    def _free(self) -> list[Number]:
+        return [token for token in self.tokens if isinstance(token, Number)]
+
+    @cached_property
+    def numbers(self) -> list[str]:
         """The names of the numbers, in order."""
-        return tuple(each.name for each in self._tokens if isinstance(each, Number) and each != STAR)
-
-    @cached_property
-    def wildcards(self) -> tuple[bool, int]:
-        """Whether the pattern begins with ``**.``, and the number of ``*`` in it."""
-        return self.anywhere, sum(each == STAR for each in self._tokens)
+        return [token.name for token in self._free if not token.is_wildcard]
 
     @property
+    def wildcards(self) -> tuple[Number, ...]:
+        """The wildcards, in order."""
+        return tuple(token for token in self._free if token.is_wildcard)
+
+    @cached_property
     def ends_open(self) -> bool:
         """Whether the last segment is ``*``."""
-        return self.segments[-1] == (STAR,)
-
-    @property
-    def _tokens(self) -> list[_Token]:
-        return [token for segment in self.segments for token in segment]
+        return f".{self}".endswith(".*")
 
     @cached_property
-    def _tail(self) -> str:
-        """The text at the end of the pattern, which a name must end with.
+    def _regex(self) -> re.Pattern[str]:
+        """The pattern as a regular expression, which matches a name in at most one way.
 
-        Empty if the pattern ends with a number or ``*``.
+        The time is proportional to the length of the name: no number is next to a digit or to another number, and a
+        segment has at most one ``*``.
         """
-        last = self.segments[-1][-1] if self.segments[-1] else ""
-        return last if isinstance(last, str) else ""
+        wild = {STAR: "([^.]+)", ANYWHERE: r"(.*\.|)"}
+        words = (
+            re.escape(token) if isinstance(token, str) else wild.get(token, "([0-9]{1,18})") for token in self.tokens
+        )
+        return re.compile("".join(words), re.DOTALL)
 
     def match(self, name: str) -> Match | None:
-        """Return the numbers and wildcards in `name`. Return None if the pattern does not match all of `name`."""
-        if not name.endswith(self._tail):
+        """Return the numbers and wildcards in `name`. Return None if the pattern does not match all of `name`.
+
+        A number has at most 18 digits.
+        """
+        found = self._regex.fullmatch(name)
+        if not found:
             return None
-        texts = name.split(".")
-        before = len(texts) - len(self.segments)
-        if before < 0 or (before and not self.anywhere):
-            return None
-        found: dict[str, str] = {}
-        wild = ["".join(f"{text}." for text in texts[:before])] if self.anywhere else []
-        for tokens, text in zip(self.segments, texts[before:], strict=True):
-            if not _match_segment(tokens, text, found, wild):
-                return None
-        shifts = {each.name: each.shift for each in self._tokens if isinstance(each, Number)}
-        numbers = {name: int(digits) - shifts[name] for name, digits in found.items()}
-        return Match(numbers, tuple(wild), any(len(each) > 1 and each[0] == "0" for each in found.values()))
+        texts = [*zip(self._free, found.groups(), strict=True)]
+        digits = {token: text for token, text in texts if not token.is_wildcard}
+        return Match(
+            {token.name: int(text) - token.shift for token, text in digits.items()},
+            tuple(text for token, text in texts if token.is_wildcard),
+            any(len(text) > 1 and text[0] == "0" for text in digits.values()),
+        )
 
     def fill(self, numbers: Mapping[str, int], wild: Sequence[str]) -> str | None:
         """Return the name for these `numbers` and texts of wildcards. Return None if a number in it would be negative.
@@ -143,66 +145,22 @@ class Pattern:
         A number whose name is not in `numbers` is left as ``{name}``.
         """
         texts = iter(wild)
-        start = next(texts) if self.anywhere else ""
-        words: list[str] = []
-        for segment in self.segments:
-            word = ""
-            for token in segment:
-                if isinstance(token, str):
-                    word += token
-                elif token == STAR:
-                    word += next(texts)
-                elif token.name not in numbers:
-                    word += str(token)
-                elif (number := numbers[token.name] + token.shift) < 0:
-                    return None
-                else:
-                    word += str(number)
-            words.append(word)
-        return start + ".".join(words)
+        name = ""
+        for token in self.tokens:
+            if isinstance(token, str):
+                name += token
+            elif token.is_wildcard:
+                name += next(texts)
+            elif token.name not in numbers:
+                name += str(token)
+            elif (number := numbers[token.name] + token.shift) < 0:
+                return None
+            else:
+                name += str(number)
+        return name
 
     def __str__(self) -> str:
-        return "**." * self.anywhere + ".".join(
-            "".join(_quoted(token) if isinstance(token, str) else str(token) for token in segment)
-            for segment in self.segments
-        )
-
-
-def _match_segment(tokens: tuple[_Token, ...], text: str, found: dict[str, str], wild: list[str]) -> bool:
-    """Return whether `tokens` match all of `text`.
-
-    Add the digits of numbers to `found`, and the text of a star to `wild`.
-    """
-    star = tokens.index(STAR) if STAR in tokens else len(tokens)
-    start, end = 0, len(text)
-    for token in tokens[:star]:
-        if isinstance(token, str):
-            if not text.startswith(token, start):
-                return False
-            start += len(token)
-            continue
-        stop = start
-        while stop < end and text[stop] in _DIGITS:
-            stop += 1
-        if not 0 < stop - start <= _MOST_DIGITS:
-            return False
-        found[token.name], start = text[start:stop], stop
-    if star == len(tokens):
-        return start == end
-    for token in reversed(tokens[star + 1 :]):
-        if isinstance(token, str):
-            if not text.endswith(token, start, end):
-                return False
-            end -= len(token)
-            continue
-        first = end
-        while first > start and text[first - 1] in _DIGITS:
-            first -= 1
-        if not 0 < end - first <= _MOST_DIGITS:
-            return False
-        found[token.name], end = text[first:end], first
-    wild.append(text[start:end])
-    return start < end
+        return "".join(_quoted(token) if isinstance(token, str) else str(token) for token in self.tokens)
 
 
 def _quoted(text: str) -> str:
@@ -289,19 +247,14 @@ class Rule:
         every = (value for item in (*self.read, *self.made) for value in (item.share, item.size, item.groups))
         return [*dict.fromkeys(value for value in every if isinstance(value, str))]
 
-    def resolved(self, values: Mapping[str, int]) -> Rule:
+    def resolved(self, values: Mapping[Any, Any]) -> Rule:
         """Return the rule with the numbers in `values` in place of their ``$NAME``."""
 
-        def number(value: Any) -> Any:
-            return values.get(value, value) if isinstance(value, str) else value
+        def resolved(item: Item) -> Item:
+            share, size, groups = (values.get(value, value) for value in (item.share, item.size, item.groups))
+            return replace(item, share=share, size=size, groups=groups)
 
-        def of(items: tuple[Item, ...]) -> tuple[Item, ...]:
-            return tuple(
-                replace(each, share=number(each.share), size=number(each.size), groups=number(each.groups))
-                for each in items
-            )
-
-        return replace(self, read=of(self.read), made=of(self.made))
+        return replace(self, read=tuple(map(resolved, self.read)), made=tuple(map(resolved, self.made)))
 
     def reversed(self) -> Rule:
         """Return the rule with its sides exchanged. Raise UsageError if this is not a valid rule."""
@@ -423,14 +376,12 @@ def _stripped(symbols: list[str]) -> list[str]:
 def _pattern(symbols: list[str], where: str) -> Pattern:
     """Return the pattern that consists of `symbols`. Raise UsageError if they are not a valid name."""
     name = "".join(symbols)
-    segments: list[list[_Token]] = [[]]
-    at = 0
+    tokens: list[_Token] = []
+    start: list[_Token] = [ANYWHERE] if symbols[:2] == ["*", "*"] and symbols[2:3] in (["."], ["\\."]) else []
+    at = 3 * len(start)
     while at < len(symbols):
         symbol, at = symbols[at], at + 1
         token: _Token = symbol[1:] if len(symbol) > 1 else symbol
-        if symbol in (".", "\\."):
-            segments.append([])
-            continue
         if symbol == "{":
             end = next((i for i in range(at, len(symbols)) if symbols[i] == "}"), len(symbols))
             number = _NUMBER.fullmatch("".join(symbols[at - 1 : end + 1]))
@@ -441,27 +392,28 @@ def _pattern(symbols: list[str], where: str) -> Pattern:
             token = STAR
         elif symbol in ("}", "]", "$", "\\") or symbol.isspace():
             _fail(where, f"{symbol!r} in a name needs a backslash before it", got=name)
-        tokens = segments[-1]
         if isinstance(token, str) and tokens and isinstance(tokens[-1], str):
             tokens[-1] += token
         else:
             tokens.append(token)
-    anywhere = segments[0] == [STAR, STAR] and len(segments) > 1
-    pattern = Pattern(anywhere, tuple(map(tuple, segments[anywhere:])))
-    _check_pattern(pattern, name, where)
-    return pattern
+    _check_tokens(tokens, name, where)
+    return Pattern((*start, *tokens))
 
 
-def _check_pattern(pattern: Pattern, name: str, where: str) -> None:
-    for segment in pattern.segments:
-        if segment.count(STAR) > 1:
+def _check_tokens(tokens: list[_Token], name: str, where: str) -> None:
+    """Raise UsageError if `tokens`, those of `name` after ``**.``, could match a name in several ways."""
+    stars = 0
+    for token in tokens:
+        stars = 0 if isinstance(token, str) and "." in token else stars + (token == STAR)
+        if stars > 1:
             _fail(where, "a segment has at most one *, and **. is only valid at the start of a name", got=name)
-        for left, right in pairwise(segment):
-            if isinstance(left, Number) and isinstance(right, Number):
-                _fail(where, "a number next to * or another number is ambiguous", got=name)
-            if (isinstance(left, str) and left[-1] in _DIGITS) or (isinstance(right, str) and right[0] in _DIGITS):
-                _fail(where, "a number next to a digit is ambiguous", got=name)
-    twice = [number for number, n in Counter(pattern.numbers).items() if n > 1]
+    for left, right in pairwise(tokens):
+        if isinstance(left, Number) and isinstance(right, Number):
+            _fail(where, "a number next to * or another number is ambiguous", got=name)
+        if (isinstance(left, str) and left[-1] in _DIGITS) or (isinstance(right, str) and right[0] in _DIGITS):
+            _fail(where, "a number next to a digit is ambiguous", got=name)
+    numbers = Counter(token.name for token in tokens if isinstance(token, Number) and token != STAR)
+    twice = [number for number, n in numbers.items() if n > 1]
     if twice:
         _fail(where, f"the number {{{twice[0]}}} is in one name twice", got=name)
 

@@ -7,7 +7,6 @@ Source: ``torch/_utils.py`` of 2.13. ``_rebuild_tensor_v2`` takes the dtype from
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from dataclasses import replace
 from itertools import accumulate, count
 
@@ -87,8 +86,7 @@ class Views:
         self.of_storage: dict[Storage, list[View]] = {}
         self.dtypes_of: dict[Storage, set[str]] = {}
         reader = TensorReader(index.storage_of, str(checkpoint.source.path))
-        edges: set[tuple[int, int]] = set()  # from each view's call to its arguments, and from these to its reference
-        ends: list[tuple[Storage, tuple[int, ...]]] = []  # the ends of a view's edges, with its storage
+        others = [*index.graph.discarded, index.graph.root]  # the nodes from which views are not searched
         for node in index.nodes:
             if not isinstance(node, Call):
                 continue
@@ -105,14 +103,11 @@ class Views:
             view = self._of_call[id(node)] = View(node, reference, info, info.storage)
             self.of_storage.setdefault(info.storage, []).append(view)
             self.dtypes_of.setdefault(info.storage, set()).add(info.dtype)
-            chain = (id(node.args), *([id(part.args)] if part.nested else []), id(reference))
-            edges.update(zip((id(node), *chain), chain, strict=False))
-            ends.append((info.storage, chain))
-        uses = Counter(id(child) for node in index.nodes for child in children(node))
-        uses.update(map(id, (*index.graph.discarded, index.graph.root)))
-        uses.subtract(end for _, end in edges)
-        self.used_otherwise = {storage for id_, storage in index.storage_of.items() if uses[id_] > 0}
-        self.used_otherwise.update(storage for storage, chain in ends if any(uses[end] > 0 for end in chain))
+            parents = [node, node.args, part.args] if part.nested else [node, part.args]
+            for parent, child in zip(parents, [*parents[1:], reference], strict=True):
+                others += children(parent)
+                others.remove(child)
+        self.used_otherwise = set(index.storages_below(*others, seen={*self._of_call}))
 
     def at(self, node: Node) -> View | None:
         """Return the view of the tensor `node`. Return None if it is not strided.
@@ -145,11 +140,7 @@ class Views:
             if group.dtype and group.dtype != old:
                 shown = _reach(group.views, whole.length) if ranges == [(0, whole.length)] else ranges
                 data = _cast(data, old, group, self._checkpoint.byteorder, shown if shown != ranges else [])
-            own = storage
-            if i > 0:
-                key = next(key for n in count(1) if (key := f"{storage.key}.{n}") not in self._keys)
-                self._keys.add(key)
-                own = Storage(key, storage.device, 0, data)
+            own = new_storage(storage, data, self._keys) if i > 0 else storage
             own.data, own.nbytes = data, data.length
             for view in group.views:
                 before = view.info
@@ -228,6 +219,16 @@ class Views:
             for storage, node in self._nodes.get(id(each.node), {each.storage: each.node}).items()
         ]
         checkpoint.changed()
+
+
+def new_storage(old: Storage, data: Data, keys: set[str]) -> Storage:
+    """Return a storage of the bytes `data` on the device of `old`.
+
+    Its key begins with that of `old` and is not one of `keys`, to which it is added.
+    """
+    key = next(key for n in count(1) if (key := f"{old.key}.{n}") not in keys)
+    keys.add(key)
+    return Storage(key, old.device, data.length, data)
 
 
 def _packed_ranges(data: Data, views: list[View]) -> list[_Range]:

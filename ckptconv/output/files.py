@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from itertools import takewhile, zip_longest
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
 
 from ckptconv.byteranges.sources import Readable, lock_shared
 from ckptconv.byteranges.spans import OutFile, Overflow, Progress
@@ -37,28 +37,20 @@ _TEMPORARY = regex(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp", re.DOTALL)
 _OTHER_FOLDER = "choose a folder that other users cannot write to"
 
 
-class FileSync(NamedTuple):
-    """A wait until the bytes of the open file `fd` are on the disk. Calling the object waits. Raises OSError."""
-
-    fd: int
-
-    def __call__(self) -> None:
-        calls.sync(self.fd)
-
-
-class FolderSync(NamedTuple):
-    """A wait until the names that `folder` contains now are on the disk. Calling the object waits. Raises OSError."""
-
-    folder: Path
-
-    def __call__(self) -> None:
-        calls.sync_folder(self.folder)
-
-
-DiskWait: TypeAlias = "FileSync | FolderSync"
+#: A wait until the bytes of an open file, given by its descriptor, or the names that a folder contains now are on the
+#: disk.
+DiskWait: TypeAlias = "int | Path"
 #: Work that yields each of its waits for the disk, so that its caller can do other work meanwhile, and returns a
 #: result. An exception that a wait raises is thrown into it.
 Steps: TypeAlias = Generator[DiskWait, None, _T]
+
+
+def sync(wait: DiskWait) -> None:
+    """Wait until `wait` is on the disk. Raises OSError."""
+    if isinstance(wait, Path):
+        calls.sync_folder(wait)
+    else:
+        calls.sync(wait)
 
 
 def run_steps(steps: Steps[_T]) -> _T:
@@ -67,7 +59,7 @@ def run_steps(steps: Steps[_T]) -> _T:
         wait = next(steps)
         while True:
             try:
-                wait()
+                sync(wait)
             except BaseException as error:
                 wait = steps.throw(error)
             else:
@@ -185,7 +177,7 @@ def writing(
             with contextlib.suppress(OSError):  # the file was renamed, or an earlier error is more important
                 os.unlink(temporary)
     with _in_place_already(file.path):
-        yield FolderSync(file.path.parent)
+        yield file.path.parent
     return overflowed
 
 
@@ -229,7 +221,7 @@ def _filling(
     with transfer, _destination(fd, direct=file.direct) as out:
         transfer.fill(out, progress)
         out.settle()
-        yield FileSync(fd)
+        yield fd
         if verify:
             transfer.compare(out)
     os.close(os.dup(fd))  # some filesystems report faults here

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from itertools import islice
@@ -390,10 +390,10 @@ def subgraph(graph: Graph, root: Value) -> Graph:
     )
 
 
-_Mapping = TypeVar("_Mapping", bound=Object)
+_Object = TypeVar("_Object", bound=Object)
 
 
-def set_items(mapping: _Mapping, items: list[Value]) -> _Mapping:
+def set_items(mapping: _Object, items: list[Value]) -> _Object:
     """Add `items`, keys and values in turn, to `mapping`. Return `mapping`.
 
     One effect is added for each 1,000 items, as pickle's own writer does.
@@ -401,6 +401,14 @@ def set_items(mapping: _Mapping, items: list[Value]) -> _Mapping:
     for at in range(0, len(items), 2 * AT_ONCE):
         mapping.add(Effect("SETITEMS", items[at : at + 2 * AT_ONCE], None))
     return mapping
+
+
+def add_elements(holder: _Object, elements: Sequence[Value]) -> _Object:
+    """Add `elements` to the list or set `holder`, one effect for each 1,000 of them. Return `holder`."""
+    opcode = "APPENDS" if isinstance(holder, List) else "ADDITEMS"
+    for at in range(0, len(elements), AT_ONCE):
+        holder.add(Effect(opcode, [*elements[at : at + AT_ONCE]], None))
+    return holder
 
 
 def replace_items(mapping: Object, items: Iterable[tuple[Value, Value]]) -> None:

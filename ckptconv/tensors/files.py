@@ -19,11 +19,11 @@ from ckptconv.checkpoint.merging import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.conversion.convert import write
-from ckptconv.conversion.options import OutputOptions, SaveOptions, takes
+from ckptconv.conversion.options import OutputOptions, SaveOptions, parse_options, takes
 from ckptconv.conversion.plan import Report, Verified, make_plan, report_of
 from ckptconv.conversion.targets import find_target
 from ckptconv.edits.apply import apply
-from ckptconv.edits.options import edits_from, split_edits
+from ckptconv.edits.options import edits_from
 from ckptconv.errors import ArgumentTypeError, NoMatchError, UsageError, count, require_torch
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
@@ -265,8 +265,7 @@ def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
     require_torch("saving tensors", path_of(path))
     from ckptconv.byteranges import kernels  # noqa: F401 - as above
 
-    edits, others = split_edits(options)
-    output = OutputOptions(**others)
+    edits, output = parse_options(options)
     out = FileObjectDestination(path) if is_file_object(path) else None
     target, format_ = _target_of(path, output)
     from ckptconv.tensors.saving import checkpoint_of_object

@@ -20,7 +20,7 @@ from ckptconv.checkpoint.merging import TensorCalls
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import Reference, Storage, row_major
 from ckptconv.dtypes import BY_NAME
-from ckptconv.edits.loadable.pickled import NotPlain, Pickled, count_of, data_of, list_of, pickled
+from ckptconv.edits.loadable.pickled import NotPlain, Pickled, count_of, data_of, pickled
 from ckptconv.errors import LimitError
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
@@ -34,6 +34,7 @@ from ckptconv.pickles.graph import (
     PersistentId,
     Tuple,
     Value,
+    add_elements,
     args_of,
     imported_name,
     set_items,
@@ -54,12 +55,10 @@ _STRUCT = {
 }  # a table  # fmt: skip
 _TIME_BYTES = 8
 _NO_TIME = -(1 << 63)
-#: Units of time in microseconds, and the ``timespec`` of their ISO texts.
-_TIMES = {
-    "D": (86_400_000_000, "days"), "h": (3_600_000_000, "hours"), "m": (60_000_000, "minutes"),
-    "s": (1_000_000, "seconds"), "ms": (1000, "milliseconds"), "us": (1, "microseconds"),
-}  # a table  # fmt: skip
-_FINER = {"ns": 3, "ps": 6, "fs": 9, "as": 12}  # digits after the microseconds
+#: Units of time: the seconds in each, and the characters of its ISO text.
+_LONG_UNITS = {"D": (86_400, 10), "h": (3_600, 13), "m": (60, 16)}
+#: The second and its parts: the digits after the point.
+_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9, "ps": 12, "fs": 15, "as": 18}
 
 
 @dataclass(frozen=True)
@@ -155,27 +154,25 @@ class NumpyDType:
                 years, months = divmod(count, 12) if self.unit == "M" else (count, 0)
                 date = datetime(1970 + years, 1 + months, 1)
                 return f"{date:%Y}".zfill(4) + (f"-{date.month:02}" if self.unit == "M" else "")
-            digits = _FINER.get(self.unit, 0)
-            whole, rest = divmod(count, 10**digits)
-            microseconds, spec = _TIMES["us" if digits else self.unit]
-            moment = datetime(1970, 1, 1) + timedelta(microseconds=whole * microseconds)
+            seconds, characters = _LONG_UNITS.get(self.unit, (1, 19))
+            digits = 0 if self.unit in _LONG_UNITS else _DIGITS[self.unit]
+            whole, rest = divmod(count * seconds, 10**digits)
+            text = (datetime(1970, 1, 1) + timedelta(seconds=whole)).isoformat()[:characters]
         except (OverflowError, ValueError, KeyError):
             raise NotPlain(f"a time in it, in the unit {self.unit or 'none'}, cannot be written in ISO form") from None
-        if spec == "days":
-            return moment.date().isoformat()
-        return moment.isoformat(timespec=spec) + (f"{rest:0{digits}}" if digits else "")
+        return text + (f".{rest:0{digits}}" if digits else "")
 
     def _span(self, data: bytes) -> str:
         """Return a timedelta64 as an ISO duration, or ``NaT``. Raise NotPlain for an unknown unit."""
         count = self._count(data)
         if count is None:
             return "NaT"
-        if self.unit not in _TIMES and self.unit not in _FINER:
-            raise NotPlain(f"a span of time in it, in the unit {self.unit or 'none'}, cannot be written in ISO form")
         sign = "-" if count < 0 else ""
-        if self.unit in ("D", "h", "m"):
+        if self.unit in _LONG_UNITS:
             return f"{sign}P{'' if self.unit == 'D' else 'T'}{abs(count)}{self.unit.upper()}"
-        digits = _FINER[self.unit] + 6 if self.unit in _FINER else {"s": 0, "ms": 3, "us": 6}[self.unit]
+        if self.unit not in _DIGITS:
+            raise NotPlain(f"a span of time in it, in the unit {self.unit or 'none'}, cannot be written in ISO form")
+        digits = _DIGITS[self.unit]
         whole, rest = divmod(abs(count), 10**digits)
         return f"{sign}PT{whole}{f'.{rest:0{digits}}' if digits else ''}S"
 
@@ -466,6 +463,7 @@ def _nested(array: _Array, element: Callable[[int], Value]) -> Value:
     def part(dimension: int, at: int) -> Value:
         if dimension == len(shape):
             return element(at)
-        return list_of([part(dimension + 1, at + i * strides[dimension]) for i in range(shape[dimension])])
+        inner = [part(dimension + 1, at + i * strides[dimension]) for i in range(shape[dimension])]
+        return add_elements(List(), inner)
 
     return part(0, 0)

@@ -26,7 +26,6 @@ from ckptconv.edits.loadable.table import (
     OTHER,
     Row,
     described,
-    frozen_set,
 )
 from ckptconv.edits.selection import holder_of
 from ckptconv.errors import RefusedError, at_path, count, some
@@ -44,6 +43,7 @@ from ckptconv.pickles.graph import (
     Set,
     Tuple,
     Value,
+    add_elements,
     imported_name,
     is_global,
     members_of,
@@ -204,7 +204,7 @@ class _Making:
         to ``failed``.
         """
         if isinstance(node, FrozenSet):
-            return FROZEN_SET, frozen_set(node.items)
+            return FROZEN_SET, add_elements(Set(), node.items)
         if isinstance(node, Global):
             name = imported_name(node, 2)
             if name in NUMPY_TYPES:

@@ -7,18 +7,15 @@ from ckptconv.byteranges.spans import ByteRange
 from ckptconv.checkpoint.legacy_python import bytes_in, text_of
 from ckptconv.errors import MalformedError
 from ckptconv.light_dataclass import dataclass
-from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
-    AT_ONCE,
     Call,
     Dict,
-    Effect,
     Global,
-    List,
     Tuple,
     Value,
     args_of,
     imported_name,
+    is_count,
     is_global,
 )
 
@@ -91,14 +88,6 @@ def pickled(call: Call) -> Pickled | None:
     return Pickled(call, name, args, is_new, items, [*call.elements()], call.states())
 
 
-def list_of(elements: list[Value]) -> List:
-    """Return a list of `elements`."""
-    plain = List()
-    for start in range(0, len(elements), AT_ONCE):
-        plain.add(Effect("APPENDS", elements[start : start + AT_ONCE], None))
-    return plain
-
-
 def texts_of(values: list[Value]) -> list[str]:
     """Return `values` as strings. Raise NotPlain if a value is not a text."""
     texts = [text for value in values if (text := text_of(value)) is not None]
@@ -107,9 +96,9 @@ def texts_of(values: list[Value]) -> list[str]:
     return texts
 
 
-def count_of(value: Value, most: int = LIMITS.elements) -> int:
-    """Return `value`. Raise NotPlain if it is not an integer of at least 0 and less than `most`."""
-    if type(value) is not int or not 0 <= value < most:
+def count_of(value: Value) -> int:
+    """Return `value`. Raise NotPlain if it is not a number of elements."""
+    if not is_count(value):
         raise NotPlain("it has a size that is not a number of elements")
     return value
 

@@ -17,9 +17,9 @@ from pathlib import PurePosixPath, PureWindowsPath
 
 from ckptconv.checkpoint.legacy_python import bytes_of
 from ckptconv.edits.loadable.arrays import FROM_BUFFER, RECONSTRUCT, SCALAR, numpy_dtype, scalar
-from ckptconv.edits.loadable.pickled import NotPlain, Pickled, list_of, pickled, texts_of
+from ckptconv.edits.loadable.pickled import NotPlain, Pickled, pickled, texts_of
 from ckptconv.light_dataclass import dataclass
-from ckptconv.pickles.graph import AT_ONCE, Call, Dict, Effect, List, Node, Set, Value, members_of, set_items
+from ckptconv.pickles.graph import Call, Dict, List, Node, Set, Value, add_elements, members_of, set_items
 
 #: Attributes that mappings keep for their own use, in addition to their items.
 _OWN = ("__immutable__", "__deprecated_keys__", "__renamed_keys__", "__new_allowed__", "__frozen", "__parent", "__key")
@@ -78,7 +78,7 @@ def _queue(made: Pickled) -> List:
     members = members_of(first) if first is not None else []
     if members is None or len(made.args) > 2 or made.items or made.attributes():
         raise NotPlain("it is not in the form that Python writes")
-    return list_of([*members, *made.elements])
+    return add_elements(List(), [*members, *made.elements])
 
 
 def _random_state(made: Pickled) -> Dict:
@@ -89,20 +89,12 @@ def _random_state(made: Pickled) -> Dict:
     return state
 
 
-def frozen_set(members: list[Value]) -> Set:
-    """Return a new set of `members`."""
-    plain = Set()
-    for start in range(0, len(members), AT_ONCE):
-        plain.add(Effect("ADDITEMS", members[start : start + AT_ONCE], None))
-    return plain
-
-
 def _frozen_set(made: Pickled) -> Set:
     """Return a set of the members of a frozenset that is the result of a call, as before protocol 4."""
     members = members_of(made.call)
     if members is None:
         raise NotPlain("it is not created from a sequence")
-    return frozen_set(members)
+    return add_elements(Set(), members)
 
 
 def _bytes(made: Pickled) -> bytes:
@@ -121,16 +113,16 @@ def described(made: Pickled) -> Dict:
     """
     items: list[Value] = ["__class__", made.cls]
     if made.args:
-        items += ("__args__", list_of(made.args))
+        items += ("__args__", add_elements(List(), made.args))
     try:
         attributes: dict[str, Value] = made.attributes()
     except NotPlain:
         attributes = {}
-        items += ("__state__", made.states[0] if len(made.states) == 1 else list_of(made.states))
+        items += ("__state__", made.states[0] if len(made.states) == 1 else add_elements(List(), made.states))
     if made.items:
         items += ("__items__", set_items(Dict(), made.items))
     if made.elements:
-        items += ("__elements__", list_of(made.elements))
+        items += ("__elements__", add_elements(List(), made.elements))
     if not _WORDS.isdisjoint(attributes):
         raise NotPlain("an attribute has a reserved name, such as __class__")
     return set_items(Dict(), [*items, *(value for item in attributes.items() for value in item)])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckptconv
 from tests.support.command import Command, in_one_line
 from tests.support.reduced import Reduced
 
@@ -109,6 +110,20 @@ def test_one_is_singular(ddp: Path, command: Command) -> None:
     cut.write_bytes(cut.read_bytes()[:-1])
     said += command("inspect", cut, status=1, err="1 byte of").err
     assert not re.search(r"(?<![\d,.])1 [a-z]+s\b", said), said
+
+
+def test_in_place_with_an_option_that_rewrites_tensors(ddp: Path, command: Command) -> None:
+    """Nothing is changed, and the error has the command that writes a new file, with every option that was given."""
+    before, out = ddp.read_bytes(), ddp.with_name("out.pt")
+    edits = ("--to", "cpu", "--map", "cuda:1=cuda:0", "--dtype", "bf16", "--rename", "^module[.]", "")
+    said = command(
+        "convert", ddp, *edits, "-i", "--no-undo", status=2, err="--dtype cannot be used with --in-place"
+    ).err
+    words = shlex.split(in_one_line(said).partition("write a new file: ")[2])
+    assert words == ["ckptconv", "convert", str(ddp), "OUT", *edits] and ddp.read_bytes() == before
+    command(*words[1:3], out, *words[4:])
+    with ckptconv.open(out) as new:
+        assert "bfloat16" in {tensor.dtype for tensor in new.tensors.values()}
 
 
 def test_in_place_with_an_output_that_is_not_there(ddp: Path, command: Command) -> None:
