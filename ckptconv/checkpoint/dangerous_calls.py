@@ -41,6 +41,7 @@ from ckptconv.pickles.graph import (
     imported_name,
     walk,
 )
+from ckptconv.pickles.rows import outline
 from ckptconv.work import work
 
 _WITHOUT_INIT = ("NEWOBJ", "NEWOBJ_EX")  # opcodes that make an instance without __init__
@@ -177,7 +178,8 @@ def reaches(graph: Graph) -> Iterator[tuple[str, Node, Literal["dangerous", "unk
     """
     yield from ((what, node, "dangerous") for what, node in _changed(graph))
     named = [node for node in graph.globals if not is_torchs(node)]
-    calls_results = bool(graph.left_out) or any(not isinstance(call.callable, Global) for call in graph.outer_calls)
+    every = chain(graph.outer_calls, walk(graph.left_out, parts=outline))  # rows call globals
+    calls_results = any(isinstance(call, Call) and not isinstance(call.callable, Global) for call in every)
     if not named and not calls_results:
         return
     look_ups = {id(node) for node in named if imported_name(node, 2) in _LOOK_UP}

@@ -67,7 +67,7 @@ class Index:
     @cached_property
     def obstacles(self) -> list[tuple[str, Value]]:
         """The objects that torch's safe loader refuses in any spelling, each with the reason."""
-        return list(obstacles(self.graph, self.nodes))
+        return list(obstacles(self.graph))
 
     # Storages
 

@@ -36,11 +36,10 @@ from ckptconv.pickles.graph import (
     Value,
     children,
     set_items,
-    subgraph,
     walk,
 )
 from ckptconv.pickles.paths import Place, is_item, item_segments
-from ckptconv.pickles.rows import RowCall, RowForm, RowId
+from ckptconv.pickles.rows import RowCall, RowForm, RowId, outline, subgraph
 
 _MOST_DROPPED = 20  # paths in a command; more would be too long to type
 
@@ -217,17 +216,19 @@ class Merger:
             if not in_order:
                 drop_effect_order(part)
             before = self._latest
-            for node in walk([*part.graph.discarded, part.graph.root, *part.graph.byte_strings]):
+            for node in walk([*part.graph.discarded, part.graph.root, *part.graph.byte_strings], parts=outline):
                 if isinstance(node, Blob):
                     node.offset += self.source.start_of(part.blobs or part.source)
                 elif isinstance(node, (Call, PersistentId, FrozenSet)):
                     node.order = self._later(node.order, before)
+                if isinstance(node, RowCall):
+                    node.next_items = None  # their orders and their positions in the source have changed
                 if isinstance(node, Object):
                     for effect in node.effects:
                         effect.order = self._later(effect.order, before)
         graph = self._graph
         graph.globals += part.graph.globals
-        graph.calls += part.graph.calls
+        graph.outer_calls += part.graph.outer_calls
         graph.references += part.graph.references
         graph.discarded += part.graph.discarded
         graph.shared |= part.graph.shared

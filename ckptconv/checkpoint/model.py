@@ -20,9 +20,9 @@ from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, Replica, Stor
 from ckptconv.dtypes import DType
 from ckptconv.errors import InputError, MalformedError
 from ckptconv.light_dataclass import dataclass
-from ckptconv.pickles.graph import Global, Graph, Object, PersistentId, strings_of, subgraph, walk
+from ckptconv.pickles.graph import Global, Graph, Object, PersistentId, strings_of, walk
 from ckptconv.pickles.paths import Place
-from ckptconv.pickles.rows import RowForm, RowId
+from ckptconv.pickles.rows import RowForm, RowId, subgraph
 from ckptconv.work import seen
 
 

@@ -15,6 +15,9 @@ from ckptconv.edits.regroup_plan import Group
 from ckptconv.edits.regroup_rules import Rule
 from ckptconv.errors import CkptconvError
 from ckptconv.hints import Option
+from ckptconv.lazy_regex import regex
+
+_NUMBER = regex(r"\.[0-9]{1,18}(?=\.)")
 
 
 class _Shapes(Maker[Any]):
@@ -63,7 +66,12 @@ def rules_between(a: Checkpoint, b: Checkpoint) -> tuple[Option, ...] | None:
 
 def rules_that_stack(checkpoint: Checkpoint) -> Option | None:
     """Return the option that stacks the experts of `checkpoint`. None if its experts are not stored one by one."""
-    names = [name for found in checkpoint.detected.state_dicts for name in found.names() if ".experts." in name]
+    names = {
+        _NUMBER.sub(".0", name)  # numbers in rules match any number
+        for found in checkpoint.detected.state_dicts
+        for name in found.names()
+        if ".experts." in name
+    }
     for file in shipped_rules() if names else ():
         try:
             for rule in read_rules(file, (), reverse=False):

@@ -597,7 +597,7 @@ def _torch_load(loading: Loading, checkpoint: Checkpoint, host: Host, *, every: 
     """
     texts = {reason.text for reason in loading.reasons}
     wanted = every or (loading.varies and not loading.loads and not checkpoint.is_state_dict)
-    uses = checkpoint.index.referrers if loading.reasons else None
+    uses = checkpoint.index.referrers if any(isinstance(each.node, Node) for each in loading.reasons) else None
     return TorchLoadSummary(
         answer=loading.answer,
         call=CALL,

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import gc
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field, replace
+from dataclasses import field
 from itertools import islice
 from typing import TypeAlias, TypeGuard, TypeVar
 
@@ -266,7 +266,7 @@ class Graph:
         used: The codes of these opcodes.
         globals: All globals, in the order of the source.
         outer_calls: All calls, in the order of the source. If ``has_inner_calls`` is True, it lacks the calls that
-            ``Call.calls()`` returns before the outer call. Each of these calls a global without arguments.
+            ``Call.calls()`` returns before the outer call. Each of these calls a global.
         references: All persistent ids, in the order of the source.
         discarded: Values with calls or persistent ids that the pickle creates and then discards. Their calls still
             happen.
@@ -299,7 +299,7 @@ class Graph:
     def calls(self) -> list[Call]:
         """All calls, including inner calls. Reading this property creates the nodes of the inner calls."""
         if self.has_inner_calls:
-            self.calls = [each for call in self.outer_calls for each in call.calls()]
+            self.calls = [*dict.fromkeys(each for call in self.outer_calls for each in call.calls())]
         return self.outer_calls
 
     @calls.setter
@@ -354,11 +354,13 @@ def children(node: Value) -> list[Value]:
     return parts
 
 
-def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
+def walk(
+    roots: list[Value], seen: set[int] | None = None, parts: Callable[[Value], list[Value]] = children
+) -> Iterator[Node]:
     """Yield every node that can be reached from `roots`, once, in the order of the pickle.
 
     Nodes whose ids are in `seen` are skipped, with everything below them. The ids of all yielded nodes are added to
-    `seen`. Raises LimitError if the budget of work is used up.
+    `seen`. `parts` returns the children of a node to visit. Raises LimitError if the budget of work is used up.
     """
     visited: set[object] = set() if seen is None else seen  # type: ignore[assignment]
     todo = roots[::-1]
@@ -372,22 +374,7 @@ def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
             if budget.left < 0:
                 raise budget.used_up()
             yield node
-            todo += children(node)[::-1]
-
-
-def subgraph(graph: Graph, root: Value) -> Graph:
-    """Return the graph of the nodes that can be reached from `root`. The nodes are the same objects as in `graph`."""
-    reached = list(walk([root]))
-    return replace(
-        graph,
-        root=root,
-        globals=[node for node in reached if isinstance(node, Global)],
-        outer_calls=[node for node in reached if isinstance(node, Call)],
-        has_inner_calls=False,
-        references=[node for node in reached if isinstance(node, PersistentId)],
-        discarded=[],
-        left_out=[],
-    )
+            todo += parts(node)[::-1]
 
 
 _Object = TypeVar("_Object", bound=Object)

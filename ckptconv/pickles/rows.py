@@ -18,6 +18,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import accumulate, chain, islice, repeat
 from operator import is_, itemgetter, not_
 from typing import Any, TypeAlias, cast
@@ -26,7 +27,7 @@ from ckptconv.errors import InputError
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import NO_EFFECTS, Call, Global, Graph, PersistentId, Tuple, Value
+from ckptconv.pickles.graph import NO_EFFECTS, Call, Global, Graph, PersistentId, Tuple, Value, children, walk
 from ckptconv.pickles.machine import CODES, PickleMachine
 
 # Each number has the shortest opcode, as in the emitter's output.
@@ -272,6 +273,33 @@ class RowCall(Call):
         for i in path:
             value = _parts(value)[i]
         return value
+
+
+def outline(node: Value) -> list[Value]:
+    """Return the children of `node` without creating the nodes inside a row.
+
+    Instead of these nodes, a row has its globals and its persistent id.
+    """
+    if isinstance(node, RowCall) and (form := node.row):
+        return [*form.functions, node.reference, *form.values]
+    if isinstance(node, RowId) and node.form:
+        return [node.form.cls]
+    return children(node)
+
+
+def subgraph(graph: Graph, root: Value) -> Graph:
+    """Return the graph of the nodes that can be reached from `root`. The nodes are the same objects as in `graph`."""
+    reached = list(walk([root], parts=outline))
+    return replace(
+        graph,
+        root=root,
+        globals=[node for node in reached if isinstance(node, Global)],
+        outer_calls=[node for node in reached if isinstance(node, Call)],
+        has_inner_calls=True,
+        references=[node for node in reached if isinstance(node, PersistentId)],
+        discarded=[],
+        left_out=[],
+    )
 
 
 def _parts(value: Value) -> list[Value]:

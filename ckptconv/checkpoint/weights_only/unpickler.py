@@ -74,11 +74,10 @@ from ckptconv.pickles.graph import (
     Set,
     Tuple,
     Value,
-    children,
     imported_name,
     walk,
 )
-from ckptconv.pickles.rows import RowCall, RowForm
+from ckptconv.pickles.rows import RowCall, RowForm, outline
 from ckptconv.work import work
 
 #: Allowed classes whose objects have no attributes.
@@ -233,17 +232,15 @@ def reasons(graph: Graph, contents: Contents | None = None, rules: Rules | None 
     yield from run.steps(graph.outer_calls, graph.changed)
 
 
-def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[str, Value]]:
+def obstacles(graph: Graph) -> Iterator[tuple[str, Value]]:
     """Yield the objects that the unpickler of every known version of torch refuses, in any spelling of `graph`.
 
-    Args:
-        graph: A graph, which may be edited.
-        nodes: All nodes of the graph, or None to walk the graph.
+    `graph` may be edited.
 
     Yields:
         The name of a global or a reason, and the node to which it applies.
     """
-    nodes = list(walk([*graph.discarded, graph.root])) if nodes is None else nodes
+    nodes = list(walk([*graph.discarded, graph.root], parts=outline))
     if _is_long(graph.root):
         yield _LONG, graph.root
     for node in nodes:
@@ -292,7 +289,7 @@ def _spelling(node: Node) -> Iterator[str]:
         yield "a long byte string"
     elif isinstance(node, Py2String) and node.text is None:
         yield _NO_UTF8
-    if isinstance(node, (Object, Tuple)) and any(_is_long(value) for value in children(node)):
+    if isinstance(node, (Object, Tuple)) and any(map(_is_long, outline(node))):
         yield _LONG
 
 

@@ -18,6 +18,12 @@ from safetensors.torch import save_file
 import ckptconv
 from ckptconv import convert
 from ckptconv.errors import CkptconvError
+from ckptconv.formats import opening
+from ckptconv.formats.opening import open_input
+from ckptconv.inspection.diagnosis.host import this_host
+from ckptconv.inspection.summary import summarize
+from ckptconv.pickles.machine import PickleMachine
+from ckptconv.pickles.rows import RowCall, RowMachine
 from tests.support.archives import flip_bit, records_of, rezip
 from tests.support.hostile_bytes import found_in
 from tests.support.injection import content_of
@@ -174,6 +180,33 @@ assert main(["convert", "in", "--in-place", "--to", "cpu", "--add-prefix", "x"])
     assert "Too many open files\n  ulimit -n shows how many" in done.stderr
     for target in ("m.pt", "set", "half.safetensors"):
         assert content_of(tmp_path / "below" / target) == content_of(tmp_path / "above" / target)
+
+
+def test_rows_stay_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards whose tensors are rows give the same summary and the same bytes as shards that are read without rows; to
+    summarize them takes few rows apart.
+    """
+    shards = [
+        OrderedDict((f"{i}.{j}", torch.nn.Parameter(torch.rand(4)) if j % 5 else torch.rand(4)) for j in range(80))
+        for i in range(3)
+    ]
+    shards[1]["tied"] = shards[1]["1.3"]
+    folder, results = sharded(tmp_path / "in", *shards), []
+    for machine in (RowMachine, PickleMachine):
+        monkeypatch.setattr("ckptconv.pickles.parser.RowMachine", machine)
+        with open_input(folder) as source:
+            checkpoint = opening.read(source)
+            said = summarize(checkpoint, this_host()).as_dict()
+            rows = [node for node in checkpoint.graph.outer_calls if isinstance(node, RowCall) and node.row]
+            assert len(rows) > 100 if machine is RowMachine else not rows
+            assert len(checkpoint.graph.calls) == 1 + 3 * 16 * 2 + 3 * 64 * 4
+        out = tmp_path / machine.__name__
+        out.mkdir()
+        for target, size, tag in (("same", None, None), ("one.pt", None, "cpu"), ("dealt", 900, "cpu")):
+            convert(folder, out / target, max_shard_size=size, map_location=tag)
+        written = {str(path.relative_to(out)): content_of(path) for path in out.rglob("*") if path.is_file()}
+        results.append((said, written))
+    assert results[0] == results[1]
 
 
 def test_one_more_conversion_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -165,10 +165,14 @@ def test_what_is_named(write: Write, case: str) -> None:
             lambda folder: ways.shards_in(folder, ways.NESTS["long bytes"](INNER)),
             "os.system at (a discarded value) (pickle inside)",
         ),
+        (
+            lambda folder: ways.shards_in(folder, b"ccollections\nOrderedDict\n)R)R"),
+            "a call of the result of collections.OrderedDict at (a discarded value)",
+        ),
         (lambda folder: ways.dcp_in(folder, Reduced(print, ("x",))), "builtins.print at x"),
         (lambda folder: ways.dcp_in(folder, {"a": INNER}), "os.system at x/a (pickle inside)"),
     ],
-    ids=["shard", "shard, nested", "shard, long", "item of a run", "item, nested"],
+    ids=["shard", "shard, nested", "shard, long", "shard, result", "item of a run", "item, nested"],
 )
 def test_parts(tmp_path: Path, make: Callable[[Path], Path], where: str) -> None:
     """What a shard makes and throws away is found, although the whole has nothing of it; and what an item of
