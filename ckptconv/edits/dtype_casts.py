@@ -31,7 +31,7 @@ from ckptconv.system import calls
 
 _SHOWN = 3  # paths in a note
 _NO_WEIGHTS = "there are no floating-point weights"
-_COMPLEX = frozenset({"complex32", "complex64", "complex128"})
+_COMPLEX = frozenset({"complex32", "bcomplex32", "complex64", "complex128"})
 #: The dtypes that a glob, or a dtype without a glob, is for. Those of them that cannot be cast are reported.
 _MEANT = FLOATS | _COMPLEX | {name for name in BY_NAME if name.startswith("q")}
 _FROM = FLOATS | INTEGERS | {"bool"}

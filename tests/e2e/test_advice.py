@@ -709,7 +709,8 @@ CASES: dict[str, Case] = {
     ),
     "old format, a nested tensor": Case(
         saved(lambda: [torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])]),
-        "convert {m}.pt out.pt --format legacy", r"(--format pt) writes it", "loads", loads,
+        "convert {m}.pt out.pt --format legacy", r"(--format pt) writes it", "loads",
+        lambda made: torch.load(made, weights_only=False),  # torch 2.15 no longer takes nested tensors otherwise
         made="convert {m}.pt out.pt",
     ),
     "a program to another device": Case(

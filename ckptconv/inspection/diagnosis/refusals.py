@@ -108,7 +108,10 @@ def _fix(found: Refused, part: LoadablePart | None, unwanted: Sequence[str]) -> 
     is_script = checkpoint.script_classes is not None
     if part is None and unwanted:
         fix = Fix("-loadable", part=(Option("drop", tuple(unwanted)),))
-        return fix, f"without {some(unwanted)}, the file loads with every tensor"
+        what = "the file loads with every tensor" if found.has_globals else "which no option mends, the file loads"
+        return fix, f"without {some(unwanted)}, {what}"
+    if part is None and not found.has_globals and not is_script:
+        return None, "no option mends it, or leaves out only that: load it with a version of torch that takes it"
     if part is None:
         nothing = "each part needs these classes: load it where their code is installed, and save its tensors"
         return None, "it has no state dict" if is_script else nothing
@@ -161,12 +164,14 @@ class Refused:
         refused: Reasons, each with its node: obstacles of the index, or the result of :func:`what_is_refused`.
 
     Attributes:
+        has_globals: Whether some are classes or functions. Otherwise torch refuses values, such as an invalid tensor.
         where: By reason, or by name for a global: the first path, and the number of paths.
     """
 
     def __init__(self, checkpoint: Checkpoint, refused: Sequence[tuple[str, Value]]) -> None:
         self.checkpoint = checkpoint
         self.nodes = [node for _, node in refused]
+        self.has_globals = any(isinstance(node, Global) for node in self.nodes)
         self.uses = checkpoint.index.referrers
         self.where: dict[str, tuple[str, int]] = {}
         for reason, node in refused:
@@ -211,7 +216,7 @@ class Refused:
         return [place.path for place in places if is_item(place) and id(place.node) not in kept]
 
     def droppable(self) -> list[str]:
-        """Return the paths of items without which nothing is refused and no tensor is lost.
+        """Return the paths of items without which nothing is refused and no tensor is lost but invalid ones.
 
         Return an empty list if there are no such items, or more than 8.
         """
@@ -234,7 +239,7 @@ class Refused:
         if (
             len(unwanted) > _MOST_DROPPED
             or not refused.isdisjoint(kept)
-            or len(tensors) < len(self.checkpoint.storages)
+            or (self.has_globals and len(tensors) < len(self.checkpoint.storages))
         ):
             return []
         return [place.path for place in unwanted]

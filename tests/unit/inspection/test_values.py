@@ -71,10 +71,12 @@ def test_the_zoo(name: str, how: str, tmp_path: Path) -> None:
 
 
 def test_all_dtypes(tmp_path: Path) -> None:
-    """Those that are no numbers to torch have no values, and are shown without."""
+    """Those that are no numbers to torch have no values, and are shown without. So is bcomplex32, for which torch 2.15
+    has few operations.
+    """
     torch.save(zoo.dtypes(), tmp_path / "m.pt")
     for path, tensor in found_in(tmp_path / "m.pt").items():
-        has_none = "bits" in path or "x2" in path
+        has_none = "bits" in path or "x2" in path or "bcomplex" in path
         assert (tensor.values is None) == has_none, path
 
 

@@ -68,10 +68,11 @@ def finding(kind: str, text: str, line: str | None, *, blocks: bool = True) -> A
 
 
 def judged(summary: Summary, *findings: Advice, remedy: str | None = None) -> Summary:
-    """`summary` with the findings given and no others, whatever this machine has."""
+    """`summary` with the findings given and no others, whatever this machine has, and as if that were torch 2.13."""
     loads_here = Diagnosis([*findings], None).loads_here
     said = remedy and typed(remedy)
-    return replace(summary, findings=findings, loads_here=loads_here, remedy=said, path="model.pt")
+    load = replace(summary.torch_load, torch="2.13", installed="2.13.0")
+    return replace(summary, findings=findings, loads_here=loads_here, remedy=said, path="model.pt", torch_load=load)
 
 
 def assert_golden(lines: list[str], name: str, width: int | None) -> None:
@@ -319,8 +320,7 @@ OUTPUTS = [f"ckptconv convert 'a b.pt' {out} --to cpu" for out in ("x.pt", "'y z
 SAME = [finding("device", f"reason {i}", command) for i, command in enumerate(OUTPUTS)]
 
 #: Findings, the command for all of them, and what is drawn of them from the second line on.
-TORCH = ".".join(torch.__version__.split(".")[:2])
-YES = f"  loads here    yes: torch.load(path, weights_only=True), rules of torch {TORCH}"
+YES = "  loads here    yes: torch.load(path, weights_only=True), rules of torch 2.13"
 VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
     "the command for all findings is above them, and they have none of their own; notes come last": (
         [NOTE, *DEVICES],

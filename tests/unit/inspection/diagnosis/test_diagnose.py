@@ -780,3 +780,15 @@ def test_states_of_torchao_name_its_import(monkeypatch: pytest.MonkeyPatch) -> N
     assert refusal("m.pt")
     with torch.serialization.safe_globals([state]):
         assert torch.load("m.pt", weights_only=True)["optimizer"]["state"][0]["exp_avg"].codes.sum() == 4
+
+
+def test_an_invalid_tensor_is_left_out() -> None:
+    """Torch refuses its values, not code, so no advice speaks of classes; without it, the file loads."""
+    invalid = torch.sparse_coo_tensor(torch.tensor([[0, 99]]), torch.ones(2), (3,), check_invariants=False)
+    torch.save({"w": torch.ones(2), "s": invalid}, "m.pt")
+    found = only(look("m.pt", Host(torch="2.15.0")), "code")
+    assert "dimension of size 3 at s; without s, which no option mends, the file loads" in found.text
+    assert set(torch.load(run(found.command), weights_only=True)) == {"w"}
+    torch.save([invalid], "m.pt")
+    found = only(look("m.pt", Host(torch="2.15.0")), "code")
+    assert found.text.endswith("load it with a version of torch that takes it") and found.command is None
