@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum
 from ckptconv.byteranges.rounding import RoundingBuffer, needs_torch
-from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.sources import OpenFile
 from ckptconv.byteranges.spans import Assemble, ByteRange, Cast, Gather, Inflate, InflateSlice, Piece, Scaled
 from ckptconv.byteranges.threads import Task
 from ckptconv.errors import OutputError
@@ -145,7 +145,7 @@ class Pieces:
 
             try:
                 with tempfile.TemporaryFile(dir=self._folder) as file:
-                    spool = _Spool(os.dup(file.fileno()), data)
+                    spool = OpenFile(os.dup(file.fileno()), data.of.source.path, data.length)
                     self._files.callback(os.close, spool.fd)
                     self._inflated[id(data)] = ByteRange(spool, 0, data.length)
                     for chunk in reading.inflated(data):
@@ -179,13 +179,6 @@ class Pieces:
         import tempfile
 
         return self._folder or tempfile.gettempdir()
-
-
-class _Spool(Readable):
-    """The open temporary file `fd`, which contains the inflated bytes of `data`."""
-
-    def __init__(self, fd: int, data: Inflate) -> None:
-        self.path, self.fd, self.size = data.of.source.path, fd, data.length
 
 
 def _checked(span: ByteRange) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptconv.byteranges.checksums import check_crc32, checksum
-from ckptconv.byteranges.sources import ComputedSource, Readable, SliceSource
+from ckptconv.byteranges.sources import Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Literal, Piece
 from ckptconv.errors import MalformedError
 from ckptconv.light_dataclass import dataclass
@@ -142,7 +142,7 @@ class Step:
     data: bytes = b""
 
 
-class Latin1Text(ComputedSource):
+class Latin1Text(Readable):
     """The bytes that a long text stands for: each is a character below 256, which the file stores as UTF-8.
 
     Pickles of protocol 2 store bytes objects in this way, among them the data of numpy arrays.
@@ -159,7 +159,7 @@ class Latin1Text(ComputedSource):
         Raises:
             MalformedError: The text contains a character above 255, or is not UTF-8.
         """
-        self.path, self.fd = of.source.path, -1
+        self.path = of.source.path
         self._of, self._where, self._last = of, where or str(of.source.path), last or Step()
         self._starts = [0]  # the offset in the result of the first byte of each block
         for i in range(-(-of.length // _STEP)):

@@ -12,7 +12,7 @@ from pathlib import Path
 from ckptconv.byteranges.checksums import check_crc32, checksum, combined
 from ckptconv.byteranges.fault_sink import FaultSink, UnreadRecord
 from ckptconv.byteranges.reading import announce, crc32_of, inflated, located
-from ckptconv.byteranges.sources import Readable, Source, SourceFolder
+from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Inflate, Piece, Progress
 from ckptconv.byteranges.threads import Threads
 from ckptconv.errors import InputError
@@ -109,7 +109,7 @@ def _is_for_threads(data: ByteRange | Inflate) -> bool:
     if isinstance(data, Inflate):
         return False
     source, _ = located(data)
-    return isinstance(source, (Source, SourceFolder)) or (isinstance(source, Readable) and source.is_far)
+    return isinstance(source, Readable) and source.is_concurrent
 
 
 def _pieces(data: ByteRange | Inflate) -> Iterator[ByteRange]:

@@ -36,6 +36,8 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 class Readable:
     """An input that is read by position, and the base class of all sources. A context manager.
 
+    Subclasses define :meth:`read` or :meth:`read_into`, or both: each calls the other here.
+
     Attributes:
         path: The path, for messages.
         fd: The file descriptor, or -1 if the kernel cannot read the source as one file.
@@ -44,15 +46,19 @@ class Readable:
         faults: The sink to which readers pass violations of the format.
         is_stored: Whether a file exists at `path`, so that commands can name it and other files can be next to it.
         is_far: Whether the source is remote, so that a read can cost a request to a server.
+        skims: Whether :meth:`spares` may allow readers to skip bytes that only verify the file.
+        is_concurrent: Whether threads that read at the same time do not wait for each other.
     """
 
     path: Path
-    fd: int
+    fd: int = -1
     size: int
     mode: int = 0o666
     faults: FaultSink = RAISED
     is_stored: bool = False
     is_far: bool = False
+    is_concurrent: bool = False
+    skims: bool = False
 
     def __enter__(self: _R) -> _R:
         return self
@@ -68,30 +74,13 @@ class Readable:
 
         Raises InputChangedError if the file has become shorter, and UnreadableError if the system cannot read it.
         """
-        parts = []
-        while length:
-            try:
-                part = calls.pread(self.fd, length, offset)
-            except OSError as error:
-                raise self._unreadable(error, offset) from error
-            if not part:
-                raise self._too_short(offset + length)
-            parts.append(part)
-            offset += len(part)
-            length -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes at `offset`. Raises what :meth:`read` raises."""
-        while buffer:
-            try:
-                done = calls.pread_into(self.fd, buffer, offset)
-            except OSError as error:
-                raise self._unreadable(error, offset) from error
-            if not done:
-                raise self._too_short(offset + len(buffer))
-            offset += done
-            buffer = buffer[done:]
+        buffer[:] = self.read(offset, len(buffer))
 
     def is_same_file(self, other: os.stat_result) -> bool:  # noqa: ARG002 - bytes in memory are not a file
         """Return whether the file with the status `other` is this file, perhaps under another name.
@@ -125,12 +114,6 @@ class Readable:
         """Return notes about how the source was read, such as skipped checks."""
         return []
 
-    def _unreadable(self, error: OSError, offset: int) -> InputError:
-        what = f"cannot be read: {error.strerror or error}"
-        unreadable = UnreadableError(what, where=f"{self.path} at byte {offset}")
-        self.faults.unreachable(unreadable)
-        return unreadable
-
     def _too_short(self, expected: int) -> InputChangedError:
         return InputChangedError(
             "the file became shorter while it was read", where=self.path, expected=f"{expected} bytes"
@@ -141,23 +124,18 @@ class BytesSource(Readable):
     """The bytes `data` in memory. `path` is only for messages."""
 
     def __init__(self, data: bytes, path: Path) -> None:
-        self.path, self.fd, self.size = path, -1, len(data)
-        self._data = data
+        self.path, self.size, self._data = path, len(data), data
 
     def read(self, offset: int, length: int) -> bytes:
         """Return `length` bytes at `offset`."""
         return self._data[offset : offset + length]
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at `offset`."""
-        buffer[:] = self._data[offset : offset + len(buffer)]
 
 
 class SliceSource(Readable):
     """A source that consists of `length` bytes at `offset` of the source `of`."""
 
     def __init__(self, of: Readable, offset: int, length: int) -> None:
-        self.path, self.fd, self.size, self.faults = of.path, -1, length, of.faults
+        self.path, self.size, self.faults = of.path, length, of.faults
         self.of, self.offset = of, offset
 
     def read(self, offset: int, length: int) -> bytes:
@@ -169,17 +147,52 @@ class SliceSource(Readable):
         self.of.read_into(self.offset + offset, buffer)
 
 
-class ComputedSource(Readable):
-    """A base class for sources that have no file descriptor. Subclasses define :meth:`read_into`."""
+class OpenFile(Readable):
+    """The open file `fd` with `size` bytes. `path` is only for messages."""
+
+    is_concurrent = True
+
+    def __init__(self, fd: int, path: Path, size: int) -> None:
+        self.fd, self.path, self.size = fd, path, size
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes at `offset`. Raises what :meth:`read_into` raises."""
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
+        """Return `length` bytes at `offset`.
+
+        Raises InputChangedError if the file has become shorter, and UnreadableError if the system cannot read it.
+        """
+        parts = []
+        while length:
+            try:
+                part = calls.pread(self.fd, length, offset)
+            except OSError as error:
+                raise self._unreadable(error, offset) from error
+            if not part:
+                raise self._too_short(offset + length)
+            parts.append(part)
+            offset += len(part)
+            length -= len(part)
+        return b"".join(parts)  # the part itself, if there is only one
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes at `offset`. Raises what :meth:`read` raises."""
+        while buffer:
+            try:
+                done = calls.pread_into(self.fd, buffer, offset)
+            except OSError as error:
+                raise self._unreadable(error, offset) from error
+            if not done:
+                raise self._too_short(offset + len(buffer))
+            offset += done
+            buffer = buffer[done:]
+
+    def _unreadable(self, error: OSError, offset: int) -> InputError:
+        what = f"cannot be read: {error.strerror or error}"
+        unreadable = UnreadableError(what, where=f"{self.path} at byte {offset}")
+        self.faults.unreachable(unreadable)
+        return unreadable
 
 
-class Source(Readable):
+class Source(OpenFile):
     """A regular file, open for reading."""
 
     is_stored = True
@@ -249,9 +262,10 @@ class Source(Readable):
 
     def check_unchanged(self) -> None:
         """Raise InputChangedError if the file has changed since it was opened."""
-        self._check_same(os.fstat(self.fd))
+        self.check_same(os.fstat(self.fd))
 
-    def _check_same(self, now: os.stat_result) -> None:
+    def check_same(self, now: os.stat_result) -> None:
+        """Raise InputChangedError if `now` is not the status that the file had when it was opened."""
         for what in ("st_size", "st_mtime_ns", "st_ino", "st_dev"):
             before, after = getattr(self._stat, what), getattr(now, what)
             if before != after:
@@ -260,50 +274,49 @@ class Source(Readable):
                 )
 
 
-class PartSource(Source):
-    """A locked file that is one of several files of a checkpoint.
+def open_part(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Readable:
+    """Open and lock `path`, one of several files of a checkpoint. Raises what :class:`Source` raises."""
+    source = Source(path, faults, locked=True)
+    return ReopenedSource(source) if _are_few_left(source.fd) else source
 
-    If the process is near its limit of open files, ``fd`` is -1, and each read opens, locks and closes the file again.
-    An error is raised if the file has changed between two reads.
+
+class ReopenedSource(Readable):
+    """The file of `first`, which is closed. Each read opens, locks and closes the file again.
+
+    It is used if the process is near its limit of open files. An error is raised if the file has changed meanwhile.
     """
 
-    def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED) -> None:
-        """Open `path`. Raises what :class:`Source` raises."""
-        super().__init__(path, faults, locked=True)
-        self._place: str | None = None  # absolute, because the current folder can change
-        if _are_few_left(self.fd):
-            self._place = os.path.abspath(self.path)
-            super().close()
+    is_stored = is_concurrent = True
+
+    def __init__(self, first: Source) -> None:
+        self.path, self.size, self.mode, self.faults = first.path, first.size, first.mode, first.faults
+        self._place = os.path.abspath(first.path)  # the current folder can change
+        self._first = first
+        first.close()
 
     def read(self, offset: int, length: int) -> bytes:
         """Return `length` bytes at `offset`. Raises UnreadableError if the file cannot be read or was replaced."""
-        if (place := self._place) is None:
-            return super().read(offset, length)
-        with self._reopened(place) as file:
+        with self._reopened() as file:
             return file.read(offset, length)
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at `offset`. Raises what :meth:`read` raises."""
-        if (place := self._place) is None:
-            return super().read_into(offset, buffer)
-        with self._reopened(place) as file:
-            return file.read_into(offset, buffer)
+    def is_same_file(self, other: os.stat_result) -> bool:
+        """Return whether the file with the status `other` is this file, perhaps under another name."""
+        return self._first.is_same_file(other)
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError if the file has changed since it was opened.
+        """Raise InputChangedError if the file has changed since it was opened, and UnreadableError if it is gone."""
+        self._reopened().close()
 
-        Raises UnreadableError if it was closed to save descriptors and cannot be opened again.
-        """
-        if (place := self._place) is None:
-            return super().check_unchanged()
-        return self._reopened(place).close()
+    def close(self) -> None:
+        """Let no read open the file again."""
+        self._place = ""
 
-    def _reopened(self, place: str) -> Source:
+    def _reopened(self) -> Source:
         try:
-            file = Source(place, self.faults, locked=True)
+            file = Source(self._place, self.faults, locked=True)
             file.path = self.path
             try:
-                self._check_same(file._stat)
+                self._first.check_same(os.fstat(file.fd))
             except InputError:
                 file.close()
                 raise
@@ -315,11 +328,6 @@ class PartSource(Source):
             raise error from None
         return file
 
-    def close(self) -> None:
-        """Close the file."""
-        super().close()
-        self._place = None
-
 
 class SourceFolder(Readable):
     """The files of one checkpoint, as one source. `path` is their folder, or the index that names them.
@@ -328,13 +336,13 @@ class SourceFolder(Readable):
     parts have. ``fd`` is always -1, and the kernel copies from the parts.
     """
 
-    is_stored = True
+    is_stored = is_concurrent = True
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         faults: FaultSink = RAISED,
-        open_file: Callable[[Path, FaultSink], Readable] = Source,
+        open_file: Callable[..., Readable] = Source,
     ) -> None:
         """Make a source without parts. No file is opened yet.
 
@@ -344,7 +352,6 @@ class SourceFolder(Readable):
         self.faults = faults
         self._open_file = open_file
         self.folder = self.path if self.path.is_dir() else self.path.parent
-        self.fd = -1
         self.size, self.mode = 0, 0o777
         self.parts: list[Readable] = []
         self._starts: list[int] = []

@@ -485,9 +485,7 @@ class OutFile:
         size: The number of its bytes.
         sums: Pieces whose CRC-32 is computed while the file is written. It is compared with the checksum of the range,
             if the range declares one, and given to the :class:`Deferred` pieces. A computed piece among them is also
-            one
-                of
-            `pieces`.
+            one of `pieces`.
         mode: The permissions of a new file, before the umask is applied.
         direct: Whether copied bytes are written with direct I/O, without the page cache.
     """

@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar
 
 #: Seconds after which an idle thread looks for a task again. In CPython 3.11, a signal at the wrong moment can leave a
 #: thread asleep although a task is waiting.
-#: thread asleep while a task was waiting.
 _LOOK_AGAIN = 1.0
 
 _T = TypeVar("_T")

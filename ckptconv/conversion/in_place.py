@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ckptconv.byteranges.record_checks import CheckingSink
 from ckptconv.byteranges.sources import (
     MORE_FILES,
-    ComputedSource,
+    Readable,
     Source,
     SourceFolder,
     leave_spare,
@@ -568,7 +568,7 @@ def _set_of(first: _Opened, opened: ExitStack) -> list[_Opened]:
     return files
 
 
-class _AsBefore(ComputedSource, Source):
+class _AsBefore(Source):
     """A file as it was before the change in `journal`, as a source."""
 
     def __init__(self, path: Path, journal: Journal) -> None:
@@ -576,6 +576,8 @@ class _AsBefore(ComputedSource, Source):
         self.size = journal.old_size
         self._patches = journal.patches
         self._ends = [each.offset + len(each.old) for each in journal.patches]
+
+    read = Readable.read  # not the bytes that the file has now
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         end = min(offset + len(buffer), os.fstat(self.fd).st_size)

@@ -9,7 +9,7 @@ from dataclasses import field, replace
 from pathlib import Path
 
 from ckptconv.byteranges.rounding import needs_torch
-from ckptconv.byteranges.sources import ComputedSource, Readable
+from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Assemble, Cast, Gather, OutFile, Overflow, Piece, Scaled
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.safe_globals import needed_import
@@ -39,11 +39,11 @@ from ckptconv.safety.torch_load import CALL, torch_loading
 from ckptconv.stores.base import NO_OLD_SET, OldSet
 
 
-class _Planned(ComputedSource):
+class _Planned(Readable):
     """A file that is planned but not written, as a source that is read by position."""
 
     def __init__(self, file: OutFile) -> None:
-        self.path, self.fd, self.size = file.path, -1, file.size
+        self.path, self.size = file.path, file.size
         self._stream = VirtualFile(file)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:

@@ -158,7 +158,7 @@ def content_of_config(source: Readable) -> Any:
 
 def config_of(source: Readable) -> Path | None:
     """Return the path of the ``config.json`` next to `source`. Return None if there is none or `source` is remote."""
-    if source.is_far or not isinstance(source, (Source, SourceFolder)):
+    if not source.is_stored:
         return None
     folder = source.folder if isinstance(source, SourceFolder) else source.path.parent
     return folder / CONFIG if (folder / CONFIG).is_file() else None

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ckptconv.byteranges import sources
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.sources import PartSource, Readable, Source, SourceFolder
+from ckptconv.byteranges.sources import Readable, Source, SourceFolder
 from ckptconv.byteranges.spans import Meter
 from ckptconv.byteranges.undo_journal import HOT, journals_of
 from ckptconv.checkpoint.model import Checkpoint
@@ -142,14 +143,14 @@ def _open_url(given: str | os.PathLike[str], faults: FaultSink, **how: Any) -> R
         raise
 
 
-def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED, *, is_part: bool = False) -> Source:
+def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED, *, is_part: bool = False) -> Readable:
     """Open the local file `path`. `is_part` is whether it is one of several files of a checkpoint.
 
     Raises InputError. If `path` is a folder, the error lists its content. If it is missing, the error suggests a file
     with a similar name.
     """
     try:
-        return PartSource(path, faults) if is_part else Source(path, faults, locked=True)
+        return sources.open_part(path, faults) if is_part else Source(path, faults, locked=True)
     except InputError as error:
         name = os.fsdecode(path)
         if name and os.path.isdir(name):
@@ -169,7 +170,7 @@ def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED, *, is_pa
         raise
 
 
-def open_part(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source:
+def open_part(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Readable:
     """Open the local file `path`, which is one of several files of a checkpoint.
 
     Raises InputError, and MalformedError if another program could read the file as something else.

@@ -243,14 +243,10 @@ def _gzip(source: Readable) -> str | None:
 
 def _hdf5(source: Readable) -> str | None:
     """Return a description if an HDF5 file starts at one of the positions where h5py looks. Otherwise return None."""
-    at = _BLOCK
-    if source.is_far:
-        places = [_BLOCK << i for i in range((source.size // _BLOCK).bit_length())]
-        places = [place for place in places if not source.spares(place, len(_HDF5), _SUPERBLOCK)]
-        source.prefetch((place, place + len(_HDF5)) for place in places)
-    while at + len(_HDF5) <= source.size:
-        is_spared = source.spares(at, len(_HDF5), _SUPERBLOCK)
-        if not is_spared and source.read(at, len(_HDF5)) == _HDF5:
+    places = [_BLOCK << i for i in range((source.size // _BLOCK).bit_length())]
+    places = [place for place in places if not source.spares(place, len(_HDF5), _SUPERBLOCK)]
+    source.prefetch((place, place + len(_HDF5)) for place in places)
+    for at in places:
+        if at + len(_HDF5) <= source.size and source.read(at, len(_HDF5)) == _HDF5:
             return f"an HDF5 file from byte {at} on, which h5py reads"
-        at *= 2
     return None

@@ -109,7 +109,7 @@ class _Unplaced(Readable):
     """The data of `member` as a source. Its local header is read on each access, to find the position of the data."""
 
     def __init__(self, source: Readable, member: Member) -> None:
-        self.path, self.fd, self.size, self.faults = source.path, -1, member.stored_size, source.faults
+        self.path, self.size, self.faults = source.path, member.stored_size, source.faults
         self._source, self._member = source, member
 
     def read(self, offset: int, length: int) -> bytes:
@@ -197,8 +197,7 @@ def read_archive(
     if refuse:
         refuse([entry.name for entry in entries])
     entries.sort(key=attrgetter("header_offset"))
-    if source.is_far:
-        source.prefetch(_borders(source, entries, start, is_large))
+    source.prefetch(_borders(source, entries, start, is_large))
     members = []
     broken = set()
     at = 0
@@ -209,7 +208,7 @@ def read_archive(
             report(_bad(source, entry.header_offset, what, expected, entry.header_offset))
         try:
             data_offset = None
-            if not (is_large and source.is_far and _is_spared(source, entry, following, is_large)):
+            if not (is_large and source.skims and _is_spared(source, entry, following, is_large)):
                 data_offset = _plain_place(window, entry, following) or _placed(window, entry, following)
             members.append(Member._make((*entry[:7], data_offset, following)))
         except InputError as error:

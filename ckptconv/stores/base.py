@@ -120,11 +120,9 @@ class Store:
 
     Attributes:
         has_folders: Whether folders must be created, and files can have modes and links.
-        can_write: Whether files can be written.
     """
 
     has_folders = False
-    can_write = True
 
     def open(self, path: Path) -> Readable:
         """Open the file `path` for reading, without a lock and without a check of its format. Raises InputError."""

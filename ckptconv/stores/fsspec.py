@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace as changed
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+from ckptconv.byteranges import reading
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import OutFile, Overflow, Progress
 from ckptconv.errors import (
@@ -32,7 +31,7 @@ from ckptconv.errors import (
 from ckptconv.stores.base import NO_OLD_SET, OldSet
 from ckptconv.stores.remote import far_path
 from ckptconv.stores.requests import Answer, Entry, Transient, Version
-from ckptconv.stores.uploads import WritableStore, digest, hint_if_replaced, read_back
+from ckptconv.stores.uploads import WritableStore, digest, hint_if_replaced, read_back, written_here
 from ckptconv.stores.urls import Secrets, Url
 
 
@@ -264,8 +263,6 @@ class FsspecStore(WritableStore):
         The arguments are those of :meth:`WritableStore.upload`. Raises OutputError, TargetExistsError, and
         UnsupportedError if readers could see an incomplete file on this filesystem.
         """
-        from ckptconv.output.files import fill
-
         overflowed: Counter[tuple[str, ...]] = Counter()
         sent: list[tuple[Path, int, bytes]] = []
 
@@ -277,22 +274,13 @@ class FsspecStore(WritableStore):
         at = Location(far_path(files[0].path).url, files[0].path)
         with old.leaving(self.delete) as leave, _appearing(at) as send:
             for file in files:
-                with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:
-                    here = Path(folder) / file.path.name
-                    overflowed.update(fill(here, changed(file, path=here), source, verify=verify, progress=progress))
-                    source.check_unchanged()
-                    with open(here, "rb") as data:
-                        chunks = iter(lambda: data.read(_CHUNK), b"")
-                        sent += [(file.path, file.size, digest(chunks))] if verify else []
-                    send(here, Location(far_path(file.path).url, file.path))
+                with written_here(file, source, overflowed, verify=verify, progress=progress) as whole:
+                    sent += [(file.path, file.size, digest(reading.read(whole)))] if verify else []
+                    send(whole.source.path, Location(far_path(file.path).url, file.path))
             refuse()
             leave()
         for path, length, md5 in sent:
-            try:
-                read_back(path, [(length, md5)], None, progress)
-            except OutputError as error:
-                error.hint = error.hint or hint_if_replaced()
-                raise
+            read_back(path, [(length, md5)], None, progress, hint_if_replaced())
         old.leave_last(self.delete)
         return dict(overflowed)
 

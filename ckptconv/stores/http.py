@@ -427,8 +427,6 @@ class HttpTransport:
 class HttpStore(RemoteStore):
     """The read-only store of web servers and the Hub."""
 
-    can_write = False
-
     def transport(self, url: Url, shown: object) -> HttpTransport:
         """Return a reader of ranges of the file `url`, which is on a web server or on the Hub.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.sources import STEP, ComputedSource
+from ckptconv.byteranges.sources import STEP, Readable
 from ckptconv.errors import (
     ArgumentTypeError,
     CkptconvError,
@@ -63,7 +63,7 @@ Input: TypeAlias = "str | os.PathLike[str] | BinaryFile"
 Output: TypeAlias = "str | os.PathLike[str] | WritableFile"
 
 
-class FileObjectSource(ComputedSource):
+class FileObjectSource(Readable):
     """The file object `file` as a source, from byte 0 to its end. The caller closes it.
 
     The position is restored after each read, because it belongs to the caller. Threads read one at a time.
@@ -74,7 +74,7 @@ class FileObjectSource(ComputedSource):
 
         Raises ArgumentTypeError if it is open as text, and UsageError if it cannot seek or cannot be read.
         """
-        self.path, self.fd, self.faults = path_of(file), -1, faults
+        self.path, self.faults = path_of(file), faults
         self._file, self._lock = file, threading.Lock()
         with seeking(file, "cannot be read", "io.BytesIO(f.read()) can"):
             if isinstance(cast("object", file.read(0)), str):

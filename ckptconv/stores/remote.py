@@ -13,8 +13,7 @@ import re
 import tempfile
 import threading
 import time
-from bisect import bisect_right
-from collections import Counter
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.sources import Readable, SourceFolder
+from ckptconv.byteranges.sources import OpenFile, Readable, SourceFolder
 from ckptconv.byteranges.spans import Meter
 from ckptconv.byteranges.threads import Task, Threads
 from ckptconv.errors import (
@@ -56,9 +55,6 @@ from ckptconv.stores.requests import (
 from ckptconv.stores.urls import HTTP, Url, parse
 from ckptconv.system import calls
 from ckptconv.system.names import stays_inside
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Listing:
@@ -341,15 +337,15 @@ class FarSource(Readable):
     them.
     """
 
-    is_far = True
+    is_far = is_concurrent = True
 
     def __init__(self, path: FarPath, faults: FaultSink = RAISED, *, skims: bool = False) -> None:
         """Open `path`, and request its first bytes, which also tell its size.
 
         Raises InputError if that fails, and UsageError if a package is not installed.
         """
-        self.url, self.path, self.fd, self.faults = path.url, path, -1, faults
-        self._skims = skims
+        self.url, self.path, self.faults = path.url, path, faults
+        self.skims = skims
         self._skipped: dict[str, set[int]] = {}
         self._lock = threading.Lock()
         self._known = Extents(POLICY.held)
@@ -376,32 +372,31 @@ class FarSource(Readable):
             if (data := delivery.read(offset, stop)) is not None:
                 return data
         while (data := self._held(offset, stop)) is None:
+            if length > POLICY.held // 2:  # too much to remember
+                return b"".join(part for _, part in self._requested(in_parts([(offset, stop)], POLICY.part)))
             with self._lock:
                 gaps = self._known.missing(offset, stop)
             wanted = [enlarged(gap, self.size, POLICY.window) for gap in merged(gaps, POLICY.gap)]
-            parts = self._fetch(in_parts(merged(wanted, POLICY.gap), POLICY.part))
-            if length > POLICY.held // 2:  # too much to remember
-                return _cut(parts, offset, stop)
+            self._fetch(merged(wanted, POLICY.gap))
         return data
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset` on. Raises InputError."""
-        buffer[:] = self.read(offset, len(buffer))
 
     def _held(self, start: int, stop: int) -> bytes | None:
         with self._lock:
             return self._known.get(start, stop)
 
-    def _fetch(self, ranges: list[Range]) -> list[tuple[int, bytes]]:
-        """Request the bytes of `ranges` that are not in memory, keep them there, and return them with their offsets."""
+    def _fetch(self, ranges: list[Range]) -> None:
+        """Request the bytes of `ranges` that are not in memory, and keep them there."""
         with self._lock:
-            ranges = [gap for each in ranges for gap in self._known.missing(*each)]
-        tasks = [(each[0], self.ask(each)) for each in ranges]
-        parts = [(start, self.answer(task, start)) for start, task in tasks]
+            ranges = [gap for each in in_parts(ranges, POLICY.part) for gap in self._known.missing(*each)]
+        parts = self._requested(ranges)
         with self._lock:
             for start, data in parts:
                 self._known.put(start, data)
-        return parts
+
+    def _requested(self, ranges: list[Range]) -> list[tuple[int, bytes]]:
+        """Request all `ranges` at once. Return their bytes, each with its offset."""
+        tasks = [(each[0], self.ask(each)) for each in ranges]
+        return [(start, self.answer(task, start)) for start, task in tasks]
 
     def ask(self, wanted: Range) -> Task[bytes]:
         """Start a request for the range `wanted` in a thread, and return the task.
@@ -424,8 +419,8 @@ class FarSource(Readable):
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
         """Request all `ranges` at once, and wait until their bytes are in memory. The caller reads them next."""
-        cut = [(max(start, 0), min(stop, self.size)) for start, stop in ranges]
-        self._fetch(in_parts(merged(cut, POLICY.gap), POLICY.part))
+        inside = [(max(start, 0), min(stop, self.size)) for start, stop in ranges]
+        self._fetch(merged(inside, POLICY.gap))
 
     def announce(self, ranges: Iterable[Range], *, keep: Path | None = None) -> None:
         """Declare that `ranges` will be read next, in this order, so that they are requested ahead of the reader.
@@ -447,7 +442,7 @@ class FarSource(Readable):
         True if the source was opened with `skims` and the bytes are not in memory. A skipped check is reported by
         :meth:`about`.
         """
-        if not self._skims or self._held(offset, offset + length) is not None:
+        if not self.skims or self._held(offset, offset + length) is not None:
             return False
         self._skipped.setdefault(what, set()).add(offset)
         return True
@@ -471,107 +466,107 @@ class FarSource(Readable):
         self._deliveries = []
 
 
-def _cut(parts: list[tuple[int, bytes]], start: int, stop: int) -> bytes:
-    """Return the bytes from `start` to `stop` out of `parts`, pairs of offset and bytes in ascending order."""
-    return b"".join(data[max(start - at, 0) : max(stop - at, 0)] for at, data in parts)
+class _Part:
+    """A range that is requested at once. Counts how many of its bytes will be read, and have been."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.range = self.start, self.stop = start, stop
+        self.needed = self.read = self.place = 0
+        self.task: Task[bytes] | None = None
+        self.is_stored = False
+
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the start and the stop of the bytes between `start` and `stop`."""
+        return max(start, self.start), min(stop, self.stop)
 
 
 class _Delivery:
-    """Announced ranges, requested in the order in which they will be read, some of them ahead of the reader."""
+    """Announced ranges, requested in the order in which they will be read, some of them ahead of the reader.
+
+    Attributes:
+        is_kept: Whether the ranges can be read more than once.
+    """
 
     def __init__(self, source: FarSource, ranges: list[Range], keep: Path | None) -> None:
         self._source = source
-        self._parts = in_parts(merged(ranges, POLICY.gap), POLICY.part)
-        self._starts = [start for start, _ in self._parts]
-        self._order = [*dict.fromkeys(i for each in ranges for i in self._among(*each))]
-        self._needed = [0] * len(self._parts)  # bytes of each part that will be read
-        for start, stop in merged(ranges, 0):
-            for i in self._among(start, stop):
-                self._needed[i] += min(stop, self._parts[i][1]) - max(start, self._parts[i][0])
-        self._place = {part: place for place, part in enumerate(self._order)}
-        self._tasks: dict[int, Task[bytes]] = {}
-        self._read: Counter[int] = Counter()  # bytes of each part that have been read
+        self._parts = [_Part(*each) for each in in_parts(merged(ranges, POLICY.gap), POLICY.part)]
+        self._starts = [part.start for part in self._parts]
+        self._order = [*dict.fromkeys(part for each in ranges for part in self._among(*each))]
+        for place, part in enumerate(self._order):
+            part.place = place
+        for each in merged(ranges, 0):
+            for part in self._among(*each):
+                first, last = part.within(*each)
+                part.needed += last - first
         self._lock = threading.Lock()
-        self._folder, self._file, self._stored = keep, -1, set[int]()
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the ranges can be read more than once."""
-        return self._folder is not None
+        self._folder, self._file, self.is_kept = keep, -1, keep is not None
 
     @property
     def is_done(self) -> bool:
         """Whether all ranges have been read."""
-        return all(self._read[i] >= needed for i, needed in enumerate(self._needed))
+        return all(part.read >= part.needed for part in self._parts)
 
     def has(self, start: int, stop: int) -> bool:
         """Return whether the announced ranges contain all bytes from `start` to `stop`."""
-        among = [self._parts[i] for i in self._among(start, stop)]
-        return sum(min(stop, end) - max(start, at) for at, end in among) == stop - start
+        among = [part.within(start, stop) for part in self._among(start, stop)]
+        return sum(last - first for first, last in among) == stop - start
 
-    def _among(self, start: int, stop: int) -> range:
-        """Return the numbers of the parts that contain bytes between `start` and `stop`."""
-        first = max(bisect_right(self._starts, start) - 1, 0)
-        while first < len(self._parts) and self._parts[first][1] <= start:
-            first += 1
-        last = first
-        while last < len(self._parts) and self._parts[last][0] < stop:
-            last += 1
-        return range(first, last)
+    def _among(self, start: int, stop: int) -> list[_Part]:
+        """Return the parts that contain bytes between `start` and `stop`."""
+        first, last = max(bisect_right(self._starts, start) - 1, 0), bisect_left(self._starts, stop)
+        return [part for part in self._parts[first:last] if part.stop > start]
 
     def read(self, start: int, stop: int) -> bytes | None:
         """Return the bytes from `start` to `stop`, or None if they were not announced or have been read already."""
         if not self.has(start, stop):
             return None
         parts = []
-        for i in self._among(start, stop):
-            at, end = self._parts[i]
-            first, last = max(start, at), min(stop, end)
-            data = self._part(i, first, last)
+        for part in self._among(start, stop):
+            data = self._read(part, *part.within(start, stop))
             if data is None:
                 return None
             parts.append(data)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return b"".join(parts)
 
-    def _part(self, i: int, first: int, last: int) -> bytes | None:
+    def _read(self, part: _Part, first: int, last: int) -> bytes | None:
         with self._lock:
-            if i in self._stored:
+            if part.is_stored:
                 return calls.pread(self._file, last - first, first)
-            if self._read[i] >= self._needed[i]:
+            if part.read >= part.needed:
                 return None
-            place = self._place[i]
-            for ahead in self._order[place : place + POLICY.concurrency]:
-                if ahead not in self._tasks and not self._read[ahead] and ahead not in self._stored:
-                    self._tasks[ahead] = self._source.ask(self._parts[ahead])
-            task = self._tasks[i]
-        at = self._starts[i]
-        data = self._source.answer(task, at)
+            for ahead in self._order[part.place : part.place + POLICY.concurrency]:
+                if not (ahead.task or ahead.read or ahead.is_stored):
+                    ahead.task = self._source.ask(ahead.range)
+            task = part.task
+        assert task is not None
+        data = self._source.answer(task, part.start)
         with self._lock:
-            self._read[i] += last - first
-            if self._folder is not None and i not in self._stored:
-                self._store(i, data)
-            if self._folder is not None or self._read[i] >= self._needed[i]:
-                self._tasks.pop(i, None)
-        return data[first - at : last - at]
+            part.read += last - first
+            if self.is_kept and not part.is_stored:
+                self._store(part, data)
+            if self.is_kept or part.read >= part.needed:
+                part.task = None
+        return data[first - part.start : last - part.start]
 
-    def _store(self, i: int, data: bytes) -> None:
-        """Write `data`, the bytes of part `i`, to an unnamed temporary file. Raises OutputError if that fails."""
+    def _store(self, part: _Part, data: bytes) -> None:
+        """Write `data`, the bytes of `part`, to an unnamed temporary file. Raises OutputError if that fails."""
         try:
             if self._file < 0:
                 with tempfile.TemporaryFile(dir=self._folder) as file:
                     self._file = os.dup(file.fileno())
-            done = calls.pwrite(self._file, data, self._parts[i][0])
+            done = calls.pwrite(self._file, data, part.start)
             if done < len(data):  # raises the error of the system
-                calls.pwrite(self._file, data[done:], self._parts[i][0] + done)
+                calls.pwrite(self._file, data[done:], part.start + done)
         except OSError as error:
             what = f"data that is read twice cannot be cached there: {error.strerror or error}"
             raise OutputError(what, where=self._folder, expected=f"{len(data):,} bytes more") from error
-        self._stored.add(i)
+        part.is_stored = True
 
     def close(self) -> None:
         """Cancel all requests, and delete the temporary file."""
-        for task in self._tasks.values():
-            task.cancel()
+        for part in self._parts:
+            if part.task:
+                part.task.cancel()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -604,7 +599,7 @@ def open_far(
     return _Downloaded(path, faults, download if isinstance(download, Path) else Path(tempfile.gettempdir()), progress)
 
 
-class _Downloaded(Readable):
+class _Downloaded(OpenFile):
     """A copy of the remote file at `path` in an unnamed temporary file in `folder`, which is deleted on closing."""
 
     def __init__(self, path: FarPath, faults: FaultSink, folder: Path, progress: Meter | None) -> None:
@@ -675,32 +670,18 @@ class FarFolder(SourceFolder):
     is_far = True
     is_stored = False
 
-    def __init__(
-        self,
-        path: FarPath,
-        faults: FaultSink = RAISED,
-        check: Callable[[Readable], Readable] = lambda source: source,
-        *,
-        skims: bool = False,
-        download: bool | Path = False,
-        progress: Meter | None = None,
-    ) -> None:
+    def __init__(self, path: FarPath, faults: FaultSink, check: Callable[[Readable], Readable], **how: Any) -> None:
         """Prepare the folder, without a request.
 
         `check` is called with each file that is opened. It returns the source to use, or raises an error if the file is
-        wrong. The other arguments are those of :func:`open_far`.
+        wrong. `how` are the keywords of :func:`open_far`.
         """
 
-        def open_ranges(path: Path) -> Readable:
+        def open_file(path: Path, faults: FaultSink, **more: Any) -> Readable:
             assert isinstance(path, FarPath)
-            return check(FarSource(path, faults, skims=skims))
-
-        def open_file(path: Path, faults: FaultSink) -> Readable:
-            assert isinstance(path, FarPath)
-            return check(open_far(path, faults, skims=skims, download=download, progress=progress))
+            return check(open_far(path, faults, **{**how, **more}))
 
         super().__init__(path, faults, open_file)
-        self._open_ranges = open_ranges
         self.mode = 0o666
 
     def missing(self, names: Iterable[str]) -> set[str]:
@@ -714,7 +695,7 @@ class FarFolder(SourceFolder):
 
         def opened(name: str) -> Readable | None:
             try:
-                return self._open_ranges(self.folder / name)
+                return self._open_file(self.folder / name, self.faults, download=False)
             except MissingInputError:
                 return None
 

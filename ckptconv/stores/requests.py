@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
@@ -117,18 +117,10 @@ class Extents:
 
     def get(self, start: int, stop: int) -> bytes | None:
         """Return the bytes from `start` to `stop`, or None if one of them is not in the cache."""
-        if start >= stop:
-            return b""
         if self.missing(start, stop):
             return None
-        parts = []
-        i = bisect_right(self._starts, start) - 1
-        while start < stop:
-            at = self._starts[i]
-            part = self._data[at][start - at : stop - at]
-            parts.append(part)
-            start, i = start + len(part), i + 1
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        first, last = max(bisect_right(self._starts, start) - 1, 0), bisect_left(self._starts, stop)
+        return b"".join(self._data[at][max(start - at, 0) : stop - at] for at in self._starts[first:last])
 
 
 _T = TypeVar("_T")
@@ -166,11 +158,16 @@ class Entry(NamedTuple):
 
 
 class Transient(Exception):
-    """An error that may not occur again. `after` is the number of seconds that the server asks to wait, or None."""
+    """An error that may not occur again.
 
-    def __init__(self, what: str, after: float | None = None) -> None:
+    Attributes:
+        after: The number of seconds that the server asks to wait, or None.
+        last: The error to raise after the last attempt. None: a TransferError.
+    """
+
+    def __init__(self, what: str, after: float | None = None, last: Exception | None = None) -> None:
         super().__init__(what)
-        self.after = after
+        self.after, self.last = after, last
 
 
 class Deadline:
@@ -246,8 +243,8 @@ class Requests:
 def retried(ask: Callable[[float], _T], where: object, wait: Callable[[float], object] = time.sleep) -> _T:
     """Return the result of `ask`, which is called with a deadline, and again if it raises Transient.
 
-    `wait` is called with the seconds between two calls. Raises TransferError, which names `where`, after the last
-    attempt or the deadline, and other errors of `ask` at once.
+    `wait` is called with the seconds between two calls. After the last attempt or the deadline, raises the error in the
+    Transient, or a TransferError that names `where`. Raises other errors of `ask` at once.
     """
     deadline = time.monotonic() + POLICY.deadline
     for attempt in range(1, POLICY.attempts + 1):
@@ -256,6 +253,8 @@ def retried(ask: Callable[[float], _T], where: object, wait: Callable[[float], o
         except Transient as error:
             seconds = max(error.after or 0.0, POLICY.backoff * 2 ** (attempt - 1))
             if attempt == POLICY.attempts or time.monotonic() + seconds >= deadline:
+                if error.last:
+                    raise error.last from None
                 tries = f"attempt {attempt} of at most {POLICY.attempts} within {POLICY.deadline:g} s"
                 raise TransferError(f"{error} ({tries})", where=where, hint="try again later") from error
         wait(seconds)

@@ -13,10 +13,8 @@ import base64
 import contextlib
 import functools
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace as changed
 from functools import partial
 from itertools import count as count_from
 from pathlib import Path
@@ -38,7 +36,7 @@ from botocore.parsers import ResponseParserError
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.record_checks import Sums
-from ckptconv.byteranges.sources import Readable, Source
+from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
 from ckptconv.byteranges.threads import Threads
 from ckptconv.errors import (
@@ -54,7 +52,18 @@ from ckptconv.errors import (
 from ckptconv.hints import shell
 from ckptconv.stores.base import AGAIN, ANOTHER, NO_OLD_SET, OldSet, hint_to_replace
 from ckptconv.stores.remote import FarSource, far_path
-from ckptconv.stores.requests import KIB, POLICY, Answer, Entry, Transient, Version, check_range, paged, received
+from ckptconv.stores.requests import (
+    KIB,
+    POLICY,
+    Answer,
+    Entry,
+    Transient,
+    Version,
+    check_range,
+    paged,
+    received,
+    retried,
+)
 from ckptconv.stores.uploads import (
     Part,
     Sent,
@@ -64,6 +73,7 @@ from ckptconv.stores.uploads import (
     is_streamed,
     parts_of,
     read_back,
+    written_here,
 )
 from ckptconv.stores.urls import Secrets, Url
 
@@ -289,15 +299,10 @@ class _Upload:
         if is_streamed(file):
             self._send(file, progress)
             return {}
-        from ckptconv.output.files import fill
-
-        with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:
-            here = Path(folder) / file.path.name
-            overflowed = fill(here, changed(file, path=here), source, verify=verify, progress=progress)
-            source.check_unchanged()
-            with Source(here) as whole:
-                self._send(OutFile.copy_of(whole, file.path), progress)
-            return overflowed
+        overflowed: Counter[tuple[str, ...]] = Counter()
+        with written_here(file, source, overflowed, verify=verify, progress=progress) as whole:
+            self._send(OutFile.copy_of(whole.source, file.path), progress)
+        return overflowed
 
     def _send(self, file: OutFile, progress: Progress | None) -> None:
         parts = parts_of(file, _is_copied)
@@ -345,11 +350,7 @@ class _Upload:
 
     def read_back(self, progress: Progress | None, hint: str | None = None) -> None:
         """Compare the visible object with the bytes that were sent. Raises OutputError if they differ, with `hint`."""
-        try:
-            read_back(self._target.path, self._sent, self._etag, progress)
-        except OutputError as error:
-            error.hint = error.hint or hint
-            raise
+        read_back(self._target.path, self._sent, self._etag, progress, hint)
 
     @property
     def is_there(self) -> bool:
@@ -384,23 +385,29 @@ class _Object:
         url = far_path(path).url
         self.path, self._secrets = path, Secrets(url)
         self.may_have_begun = False  # an upload whose id did not come
-        with self._as_output_error():
+        with self._secrets.kept():
             try:
                 self.client = shared or client()
             except ValueError as error:  # the endpoint is not a URL
                 what = f"the request to S3 cannot be made: {self._secrets.hidden(str(error))}"
                 raise OutputError(what, where=path) from error
+            except BotoCoreError as error:
+                raise self._failed(error) from error
         self._at = {"Bucket": url.host, "Key": url.path}
 
     def head(self) -> dict[str, Any] | None:
         """Return the store's description of the object, or None if it does not exist. Raises OutputError."""
-        with self._as_output_error():
+
+        def ask(**how: Any) -> dict[str, Any]:
             try:
-                return self._asked(self.client.head_object)
+                said: dict[str, Any] = self.client.head_object(**how)
             except ClientError as error:
-                if _status(error) == 404:
-                    return None
-                raise
+                if _status(error) != 404:
+                    raise
+                said = {}
+            return said
+
+        return self._asked(ask) or None
 
     def etag(self) -> str | None:
         """Return the ETag of the object, or None if it does not exist. Raises OutputError."""
@@ -411,15 +418,13 @@ class _Object:
 
         Raises TargetExistsError, OutputError.
         """
-        with self._as_output_error():
-            sum_ = digest([data])
-            more = {"Body": data, "ContentMD5": _base64(sum_), **condition}
-            return self._appeared(lambda: f'"{sum_.hex()}"', self.client.put_object, **more)
+        sum_ = digest([data])
+        more = {"Body": data, "ContentMD5": _base64(sum_), **condition}
+        return self._appeared(lambda: f'"{sum_.hex()}"', self.client.put_object, **more)
 
     def delete(self) -> None:
         """Delete the object. A missing object is not an error. Raises OutputError."""
-        with self._as_output_error():
-            self._asked(self.client.delete_object)
+        self._asked(self.client.delete_object)
 
     def begin(self) -> str:
         """Begin a multipart upload, and return its id. Raises OutputError."""
@@ -428,18 +433,16 @@ class _Object:
             try:
                 said: dict[str, Any] = self.client.create_multipart_upload(**how)
             except (ClientError, BotoCoreError) as error:
-                no_answer = _status(error) >= 500 if isinstance(error, ClientError) else True
+                no_answer = not isinstance(error, ClientError) or _status(error) >= 500
                 self.may_have_begun |= no_answer and not isinstance(error, EndpointConnectionError)
                 raise
             return said
 
-        with self._as_output_error():
-            return str(self._asked(create)["UploadId"])
+        return str(self._asked(create)["UploadId"])
 
     def abort(self, upload: str) -> None:
         """Abort the upload with the id `upload`. The store deletes its parts. Raises OutputError."""
-        with self._as_output_error():
-            self._asked(self.client.abort_multipart_upload, UploadId=upload)
+        self._asked(self.client.abort_multipart_upload, UploadId=upload)
 
     def send(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[tuple[str, Sent]]:
         """Send or copy `parts` of the upload with the id `upload`, several at once.
@@ -450,7 +453,7 @@ class _Object:
         largest = max((part.length for part in parts if not part.copied), default=1)
         threads = max(1, min(POLICY.concurrency, _HELD // largest))
         done = []
-        with self._as_output_error(), Threads(threads, "ckptconv-s3") as pool:
+        with Threads(threads, "ckptconv-s3") as pool:
             tasks = [pool.submit(self._part, part, upload, n) for n, part in enumerate(parts, 1)]
             for task, part in zip(tasks, parts, strict=True):
                 done.append(task.result())
@@ -491,8 +494,7 @@ class _Object:
             digests = [bytes.fromhex(etag.strip('"')) for etag in etags if len(etag.strip('"')) == 32]
             return f'"{digest(digests).hex()}-{len(etags)}"'
 
-        with self._as_output_error():
-            return self._appeared(whole, self.client.complete_multipart_upload, **more)
+        return self._appeared(whole, self.client.complete_multipart_upload, **more)
 
     def _appeared(self, etag: Callable[[], str], call: Callable[..., dict[str, Any]], **more: Any) -> str:
         """Make the object visible with the request `call`, and return its ETag.
@@ -502,40 +504,34 @@ class _Object:
         """
         calls = count_from(1)
 
-        def counted(**how: Any) -> dict[str, Any]:
-            next(calls)
-            return call(**how)
+        def ask(**how: Any) -> dict[str, Any]:
+            is_first = next(calls) == 1
+            try:
+                return call(**how)
+            except ClientError as error:
+                if is_first or _status(error) not in (404, *_TAKEN) or self.etag() != (expected := etag()):
+                    raise
+                return {"ETag": expected}
 
-        try:
-            return str(self._asked(counted, **more).get("ETag", ""))
-        except ClientError as error:
-            was_lost = next(calls) > 2 and _status(error) in (404, *_TAKEN)
-            if not was_lost or (found := self.etag()) != etag():
-                raise
-            return str(found)
+        return str(self._asked(ask, **more).get("ETag", ""))
 
     def _asked(self, call: Callable[..., dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """Return the store's answer to `call`, which is repeated until the deadline if the error is transient.
+        """Return the store's answer to `call`, which is repeated if the error is transient.
 
-        Raises the errors of botocore.
+        Raises OutputError, TargetExistsError.
         """
-        deadline = time.monotonic() + POLICY.deadline
-        for attempt in range(POLICY.attempts):
+
+        def ask(_: float) -> dict[str, Any]:
             try:
                 return call(**self._at, **more)
             except (ClientError, BotoCoreError) as error:
-                wait = POLICY.backoff * 2**attempt
-                is_last = attempt + 1 == POLICY.attempts or time.monotonic() + wait > deadline
-                if is_last or not is_transient(error):
+                if not is_transient(error):
                     raise
-                time.sleep(wait)
-        raise AssertionError("the last attempt has raised")
+                raise Transient("", last=error) from None
 
-    @contextlib.contextmanager
-    def _as_output_error(self) -> Iterator[None]:
         with self._secrets.kept():
             try:
-                yield
+                return retried(ask, self.path)
             except (ClientError, BotoCoreError, ResponseParserError) as error:
                 raise self._failed(error) from error
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from ckptconv.byteranges import reading
-from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Piece, Progress, joined
 from ckptconv.errors import InputError, MissingInputError, OutputError, TargetExistsError, count, size, some
 from ckptconv.hints import command, option
@@ -121,6 +123,25 @@ def hint_if_replaced() -> str:
     return "the new object is visible: " + option("force") + " writes it again"
 
 
+@contextlib.contextmanager
+def written_here(
+    file: OutFile, source: Readable, overflowed: Counter[tuple[str, ...]], **how: Any
+) -> Iterator[ByteRange]:
+    """Write `file` to a temporary file on this machine, and yield its bytes as a range.
+
+    The numbers that overflowed in casts are added to `overflowed`. The other arguments are those of
+    :func:`ckptconv.output.files.fill`. Raises its errors, and those of :meth:`Readable.check_unchanged` of `source`.
+    """
+    from ckptconv.output.files import fill
+
+    with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:
+        here = Path(folder) / file.path.name
+        overflowed.update(fill(here, replace(file, path=here), source, **how))
+        source.check_unchanged()
+        with Source(here) as whole:
+            yield ByteRange(whole, 0, whole.size)
+
+
 def digest(chunks: Iterable[bytes | memoryview]) -> bytes:
     """Return the MD5 of `chunks`. It detects transfer errors, and does not protect against forgery."""
     md5 = hashlib.md5(usedforsecurity=False)
@@ -129,14 +150,22 @@ def digest(chunks: Iterable[bytes | memoryview]) -> bytes:
     return md5.digest()
 
 
-def read_back(path: Path, parts: Sequence[Sent], etag: str | None, progress: Progress | None) -> None:
+def read_back(
+    path: Path, parts: Sequence[Sent], etag: str | None, progress: Progress | None, hint: str | None = None
+) -> None:
     """Compare the object at `path`, whose ETag was `etag`, with the `parts` that it was made of.
 
     Ranges that the store copied are compared with their source. Several ranges are read at once. `progress` is called
     with the length of each part.
 
-    Raises OutputError if the object differs, has another ETag, or cannot be read.
+    Raises OutputError if the object differs (with `hint`), has another ETag, or cannot be read.
     """
+
+    def differs(where: str, *lengths: int) -> OutputError:
+        expected, got = [f"{nbytes:,} bytes" for nbytes in lengths] or (None, None)
+        what = "the output differs when it is read back"
+        return OutputError(what, where=where, expected=expected, got=got, hint=hint)
+
     copied = [part for part in parts if isinstance(part, ByteRange)]
     lengths = [part.length if isinstance(part, ByteRange) else part[0] for part in parts]
     try:
@@ -144,27 +173,22 @@ def read_back(path: Path, parts: Sequence[Sent], etag: str | None, progress: Pro
             version = back.requests.version
             if etag and version and version.etag != etag:
                 what = "another process has replaced the object that was written"
-                hint = "to see the new object: " + command("inspect", path)
-                raise OutputError(what, where=path, expected=etag, got=version.etag, hint=hint)
+                see = "to see the new object: " + command("inspect", path)
+                raise OutputError(what, where=path, expected=etag, got=version.etag, hint=see)
             if back.size != sum(lengths):
-                raise _differs(f"{path}", sum(lengths), back.size)
+                raise differs(f"{path}", sum(lengths), back.size)
             reading.announce([ByteRange(back, 0, back.size), *copied])
             at = 0
             for part, length in zip(parts, lengths, strict=True):
                 sent = digest(reading.read(part)) if isinstance(part, ByteRange) else part[1]
                 if digest(reading.read(ByteRange(back, at, length))) != sent:
-                    raise _differs(f"{path} at bytes {at}-{at + length - 1}")
+                    raise differs(f"{path} at bytes {at}-{at + length - 1}")
                 at += length
                 if progress:
                     progress(length)
     except InputError as error:
-        hint = "to read it again: " + command("verify", path)
-        raise OutputError(f"the output is there, but could not be read back: {error}", where=path, hint=hint) from error
-
-
-def _differs(where: str, expected: int | None = None, got: int | None = None) -> OutputError:
-    said = [None if nbytes is None else f"{nbytes:,} bytes" for nbytes in (expected, got)]
-    return OutputError("the output differs when it is read back", where=where, expected=said[0], got=said[1])
+        what, again = f"the output is there, but could not be read back: {error}", command("verify", path)
+        raise OutputError(what, where=path, hint="to read it again: " + again) from error
 
 
 def old_set(new: NewFolder, *, replace: bool) -> OldSet:

@@ -30,7 +30,7 @@ from ckptconv.formats.opening import open_input
 from ckptconv.guesses import close_matches
 from ckptconv.hints import for_python
 from ckptconv.pickles.graph import gc_paused
-from ckptconv.stores import is_url, locate, store_of
+from ckptconv.stores import locate, store_of
 from ckptconv.stores.memory import FileObjectDestination, Input, Output, is_file_object, path_of
 from ckptconv.system import calls
 
@@ -291,6 +291,6 @@ def _target_of(path: Output, output: OutputOptions) -> tuple[Path, str | None]:
     text = os.fsdecode(path)
     if os.path.isdir(text) or text.endswith(calls.SEPARATORS):
         raise UsageError("the output is a folder", where=text, expected="the path of a file")
-    target, format_ = find_target(Path(), locate(path) if is_url(path) else text, output.format)
+    target, format_ = find_target(Path(), text and locate(path), output.format)  # "" is no path
     store_of(target, writing=True).check_target(target, replace=output.force)
     return target, format_

@@ -47,7 +47,6 @@ class Memory(Readable):
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.path = _WHERE
-        self.fd = -1
         self.size = storage.nbytes()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 

@@ -19,7 +19,8 @@ _HERE = Path("here")
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The elements of `tensor` in row-major order."""
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)  # whose stride is 1, also of a single element
+    return bytes(flat.copy_(tensor.reshape(-1)).view(torch.uint8).numpy())
 
 
 def cut(chance: Random, chunk: Chunk, times: int) -> list[Chunk]:

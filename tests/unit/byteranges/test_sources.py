@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from ckptconv.byteranges.sources import PartSource, Source, lock_exclusive
+from ckptconv.byteranges.sources import Readable, Source, lock_exclusive, open_part
 from ckptconv.errors import InputChangedError, InputError, RefusedError, UnreadableError
 from tests.support.no_files import NO_FILES
 
@@ -188,12 +188,12 @@ def test_closing_twice_is_harmless(path: Path) -> None:
 
 
 @pytest.fixture
-def part(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PartSource]:
+def part(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Readable]:
     """That file as one of more files than may be open."""
     resource = pytest.importorskip("resource")
     with monkeypatch.context() as limited:
         limited.setattr(resource, "getrlimit", lambda _: (2, 2))
-        part = PartSource(path)
+        part = open_part(path)
     with part:
         yield part
 
@@ -227,7 +227,7 @@ def changing(path: Path) -> Iterator[None]:
 
 
 def test_a_part_is_open_only_while_it_is_read(
-    part: PartSource, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: Readable, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is locked then, and not in between. Where the current folder is another one by then does not matter."""
     monkeypatch.chdir(tmp_path)
@@ -251,7 +251,7 @@ def test_a_part_is_open_only_while_it_is_read(
 
 
 @pytest.mark.parametrize("change", [rewrite, replace, Path.unlink, put_a_fifo, changing])
-def test_a_part_that_is_another_file_by_now(part: PartSource, path: Path, change: Callable[[Path], object]) -> None:
+def test_a_part_that_is_another_file_by_now(part: Readable, path: Path, change: Callable[[Path], object]) -> None:
     """Each way to read it is an error, which says that nothing is damaged: it could not be read."""
     done = change(path)
     with done if change is changing else contextlib.nullcontext():  # type: ignore[attr-defined]
@@ -265,7 +265,7 @@ def test_a_part_that_is_another_file_by_now(part: PartSource, path: Path, change
         assert buffer == bytes(3)
 
 
-def test_a_part_is_read_by_threads_at_once(part: PartSource, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_read_by_threads_at_once(part: Readable, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each read has a descriptor of its own: one that ends takes none from another."""
     pread, both = os.pread, threading.Barrier(2)
     fds: list[int] = []
@@ -286,7 +286,7 @@ def test_a_part_is_read_by_threads_at_once(part: PartSource, path: Path, monkeyp
     assert len(set(fds)) == 2
 
 
-def test_a_part_that_is_closed_is_not_read(part: PartSource) -> None:
+def test_a_part_that_is_closed_is_not_read(part: Readable) -> None:
     """It does not open its file again."""
     part.close()
     with pytest.raises(UnreadableError):

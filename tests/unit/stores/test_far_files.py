@@ -75,6 +75,16 @@ def test_inspect_reads_the_headers_alone(name: str, server: FileServer, folder: 
 
 
 @needs_urllib3
+def test_more_than_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range of which some bytes are in memory already, and which is too long to be kept there."""
+    monkeypatch.setattr(POLICY, "held", 1 << 20)
+    data = bytes(range(251)) * (3 << 12)
+    with serving({"a.pt": data}) as server, open_input(server.url("a.pt")) as source:
+        for start, stop in ((0, 2 << 20), (1000, 1 << 20), (len(data) - (700 << 10), len(data)), (0, len(data))):
+            assert source.read(start, stop - start) == data[start:stop]
+
+
+@needs_urllib3
 @pytest.mark.parametrize("options", [{"map_location": "cuda:1"}, {"dtype": "bf16", "strip_prefix": "module."}])
 @pytest.mark.parametrize("out", ["out.pt", "out.safetensors"])
 @pytest.mark.parametrize("name", KINDS)
