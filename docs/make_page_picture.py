@@ -44,7 +44,7 @@ def picture(out: Path) -> None:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport=SIZE)
         page.goto(Path(folder, "page.html").as_uri())
-        page.select_option("#colour", "by at most")
+        page.select_option("#colour", "largest difference")
         page.locator("#facts button", has_text="layers.4.mlp.0.weight").first.click()
         page.screenshot(path=out, type="jpeg", quality=45)
         browser.close()

@@ -338,7 +338,7 @@ def test_a_difference(pages: Path, chromium: Any) -> None:
         page.select_option("#filter", label="all tensors")
         page.get_by_role("button", name="max |A − B|", exact=True).click()
         assert page.locator("#rows tr").first.locator("td").nth(4).inner_text() == "1"
-        page.select_option("#colour", "by at most")
+        page.select_option("#colour", "largest difference")
         assert page.locator("#legend li").all_inner_texts()[0] == "1 or more"
 
 

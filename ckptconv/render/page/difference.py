@@ -161,7 +161,7 @@ def _columns(rows: Sequence[_Row]) -> dict[str, Any]:
         words("dtype", (row.pair(lambda each: each.dtype) for row in rows), colour=True),
         words("shape", (row.pair(lambda each: shape_words(each.shape)) for row in rows)),
         words(
-            "by at most",
+            "largest difference",
             (row.apart for row in rows),
             table=False,
             colour=True,

@@ -229,10 +229,10 @@
       const there = new Set(tensors.map((each) => kind(each.i)));
       return { name: fact.name, words: [...Object.keys(KINDS), "other"].filter((each) => there.has(each)), word: kind, fill: (word) => KINDS[word] || "--other" };
     }
-    const steps = fact.words.length;
+    const apart = fact.hues.filter((word) => !/^(NaN|not known)/.test(word)); // the worst has the strongest colour
     const fill = (word) => (!fact.ordered ? "--c" + Math.min(fact.hues.indexOf(word), 7)
-      : word.startsWith("NaN") ? "--broken" : word === "not known" ? "--other" : "--s" + Math.max(6 - fact.words.indexOf(word), 0));
-    return { name: fact.name, words: fact.hues, word: (i) => said(fact, i), fill, worst: fact.ordered && steps };
+      : word.startsWith("NaN") ? "--broken" : word === "not known" ? "--other" : "--s" + Math.round(6 - (6 * apart.indexOf(word)) / Math.max(apart.length - 1, 1)));
+    return { name: fact.name, words: fact.hues, word: (i) => said(fact, i), fill, worst: fact.ordered };
   });
   for (const [name, text] of [["std"], ["norm"], ["zeros", "share of zeros"], [UNLIKE]]) { // values of tensors on a sequential scale
     const fact = facts.find((each) => each.name === name);
@@ -254,7 +254,7 @@
     return { name, words: all.length && most > from ? words : [], word, fill: (each) => "--s" + (6 - words.indexOf(each)), worst: true };
   }
 
-  colour = ["differs", "by at most", "part", "dtype", "device", UNLIKE].map((name) => scales.find((scale) => scale.name === name && scale.words.length > 1))
+  colour = ["differs", "largest difference", "part", "dtype", "device", UNLIKE].map((name) => scales.find((scale) => scale.name === name && scale.words.length > 1))
     .find((scale) => scale) || scales[0];
   const hue = (word) => (word === null ? "var(--panel)" : "var(" + colour.fill(word) + ")");
   const spread = (node, format) => arrow(node.sides.map((side) => format(side[measure])));
@@ -482,7 +482,7 @@
     const n = cells.length, whole = sumOf(cells);
     let best = 1, least = Infinity;
     for (let rows = 1; rows <= n; rows++) {
-      const per = Math.ceil(n / rows), bad = Math.abs(Math.log((w * rows) / (1.6 * h * per || 1))) + (1.5 * (per * Math.ceil(n / per) - n)) / per + (h < 40 * Math.ceil(n / per) ? 0.3 : 0); // titles need 40 pixels
+      const per = Math.ceil(n / rows), bad = Math.abs(Math.log((w * rows) / (1.6 * h * per || 1))) + (1.5 * (per * Math.ceil(n / per) - n)) / per + (h * (n - per * (Math.ceil(n / per) - 1)) < 40 * n ? 0.3 : 0); // titles need 40 pixels, in the last row too
       if (bad < least) [best, least] = [per, bad];
     }
     for (let k = 0; k < n; k += best) {
@@ -517,8 +517,8 @@
 
   function lines(cell) { // the texts that fit the cell: none is cut
     const { node, w, h } = cell, name = plain(cell), fits = (text) => text.length < 100 && wide(text) < w - 8;
-    const some = node.tensor ? "" : counted(node.count) + (node.count > 1 ? " tensors" : " tensor");
-    const first = [name + (some && h < 32 ? " (" + counted(node.count) + ")" : ""), name, name.replace(/\.weight$/, ""), name.replace(/–.*/, "…")].find(fits);
+    const count = " (" + counted(node.count) + ")", some = node.tensor ? "" : [counted(node.count) + (node.count > 1 ? " tensors" : " tensor"), count.trim()].find(fits);
+    const first = [name + (some && h < 32 ? count : ""), name, name.replace(/\.weight$/, ""), name.replace(/–.*/, "…")].find(fits);
     if (!first || h < 16) return "";
     return [first, ...[some, measured(cell.value)].filter((text) => text && fits(text))].slice(0, Math.floor(h / 16)).join("\n");
   }
@@ -867,22 +867,32 @@
   function find() {
     if (from) $("scroll").scrollTop = from = 0;
     words = query.split(/\s+/).filter((word) => word);
-    found = tensors.filter((each) => FILTERS[kept][1](each) && words.every((word) => each.low.includes(word)) && (!within || within.has(each)));
     stamp++;
     dims = words.length > 0 || kept > 0;
     opened.clear();
-    if (dims) {
-      found.forEach((each, n) => {
-        for (let node = nodeOf[each.i]; node && node.stamp !== stamp; node = node.above) node.stamp = stamp;
-        if (n < MATCHES && words.length) for (let node = nodeOf[each.i].above; node; node = node.above) opened.add(node);
-      });
+    let n = 0;
+    for (const each of tensors) {
+      if (!FILTERS[kept][1](each) || !words.every((word) => each.low.includes(word)) || (within && !within.has(each))) continue;
+      each.stamp = stamp;
+      if (!dims) continue;
+      for (let node = nodeOf[each.i]; node && node.stamp !== stamp; node = node.above) node.stamp = stamp;
+      if (n++ < MATCHES && words.length) for (let node = nodeOf[each.i].above; node; node = node.above) opened.add(node);
     }
+    found = inOrder().filter((each) => each.stamp === stamp);
+  }
+
+  const sorted = []; // all tensors, and the order that they have
+  function inOrder() {
+    if (sorted[1] === order) return sorted[0];
+    const all = [...tensors];
+    sorted.splice(0, 2, all, order);
     const head = HEADS.find((each) => each.name === order.key), up = order.up ? 1 : -1;
-    if (head.name === "tensor") found.sort((a, b) => up * collator.compare(a.path, b.path));
-    else if (falls(head)) {
+    if (head.name === "tensor") return all.sort((a, b) => up * collator.compare(a.path, b.path));
+    if (falls(head)) {
       const value = (each) => (head.name === "bytes" ? each.nbytes : head.name === "shape" ? each.numel : worth(said(head, each.i))) ?? Infinity * up; // what has none stands last
-      found.sort((a, b) => (value(a) === value(b) ? 0 : up * (value(a) - value(b))) || a.i - b.i);
-    } else found.sort((a, b) => up * collator.compare(said(head, a.i) || "", said(head, b.i) || "") || a.i - b.i);
+      return all.sort((a, b) => (value(a) === value(b) ? 0 : up * (value(a) - value(b))) || a.i - b.i);
+    }
+    return all.sort((a, b) => up * collator.compare(said(head, a.i) || "", said(head, b.i) || "") || a.i - b.i);
   }
 
   function show() {

@@ -302,7 +302,7 @@ def test_the_page_of_a_difference(command: Command) -> None:
         [1, 0, 1, 0],
         [1, 1, None, None],
     ]
-    assert facts["by at most"][:6] == [
+    assert facts["largest difference"][:6] == [
         "1 or more", "NaN or inf on one side", None, None, "1 or more", "less than 0.0001",
     ]  # a table  # fmt: skip
     assert facts["nan"][1] == [0, 1] and facts["max"][0] == [4.0, 3.0] and facts["max"][6] is None
