@@ -51,8 +51,32 @@ def page_of(data: dict[str, Any]) -> str:
         title=escape(printable(data["title"])),
         style=style,
         script=script,
-        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        data=json.dumps({**data, "tensors": _packed(data["tensors"])}, separators=(",", ":"), allow_nan=False).replace(
+            "<", "\\u003c"
+        ),
     )
+
+
+def _packed(columns: dict[str, Any]) -> dict[str, Any]:
+    """Return `columns` with a list of one item in place of each list of equal items, and without storages if each
+    tensor has its own.
+    """
+
+    def packed(fact: dict[str, Any]) -> dict[str, Any]:
+        return {key: shortened(value) if key in ("at", "numbers") else value for key, value in fact.items()}
+
+    def shortened(values: list[Any]) -> list[Any]:
+        return values[:1] if values.count(values[0]) == len(values) else values
+
+    if not columns["tied"]:
+        return columns
+    return {
+        **columns,
+        "sides": [*map(packed, columns["sides"])],
+        "facts": [*map(packed, columns["facts"])],
+        "tied": shortened(columns["tied"]),
+        "storage": "each" if columns["storage"] == [*range(len(columns["tied"]))] else columns["storage"],
+    }
 
 
 @cache
@@ -240,4 +264,6 @@ def _rounded(number: Any) -> Any:
     if not isinstance(number, float):
         return number if number is None or abs(number) < 2**53 else str(number)
     short = float(f"{number:.{_DIGITS}g}")
-    return short if abs(short) != float("inf") else str(short)
+    if abs(short) == float("inf"):
+        return str(short)
+    return int(short) if short.is_integer() and 0 < abs(short) < 2**53 else short

@@ -60,6 +60,11 @@
     return found.length <= DEEPEST ? found : [...found.slice(0, DEEPEST - 1), found.slice(DEEPEST - 1).join("")];
   }
 
+  const total = columns.paths.length / 2;
+  const unpacked = (list) => (list && list.length === 1 ? Array(total).fill(list[0]) : list); // equal items are one
+  for (const each of [...columns.sides, ...columns.facts]) for (const key of ["at", "numbers"]) each[key] = unpacked(each[key]);
+  columns.tied = unpacked(columns.tied);
+  if (columns.storage === "each") columns.storage = [...columns.tied.keys()];
   const facts = columns.facts, colours = facts.filter((fact) => fact.colour);
   const bads = facts.filter((fact) => fact.bad);
   const said = (fact, i) => (fact.words ? fact.words[fact.at[i]] ?? null : fact.numbers[i]);
@@ -74,7 +79,7 @@
   }
 
   const tensors = [];
-  for (let i = 0, before = ""; i < columns.tied.length; i++) {
+  for (let i = 0, before = ""; i < total; i++) {
     before = before.slice(0, columns.paths[2 * i]) + columns.paths[2 * i + 1];
     const extents = columns.sides.map((side) => side.words[side.at[i]] || null); // bytes, elements, and whether they count, in each file
     tensors.push({

@@ -56,7 +56,17 @@ def page_of_two(command: Command, *words: str) -> Parsed:
 
 
 def data_of(page: Parsed) -> Any:
-    return json.loads(page.raw["data"])
+    """The data, in which lists of equal items have one item, as the page unpacks them."""
+    data = json.loads(page.raw["data"])
+    columns = data["tensors"]
+    n = len(columns["paths"]) // 2
+    lists = [(each, key) for each in columns["sides"] + columns["facts"] for key in each]
+    for each, key in [(columns, "tied"), *lists]:
+        if key in ("at", "numbers", "tied") and len(each[key]) == 1:
+            each[key] *= n
+    if columns["storage"] == "each":
+        columns["storage"] = [*range(n)]
+    return data
 
 
 def facts_in(columns: Any) -> dict[str, list[Any]]:
@@ -377,3 +387,12 @@ def test_open(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("click.launch", launched.append)
     page_of(command, "--open")
     assert launched == [str(Path("m.html").absolute())]
+
+
+def test_equal_items_are_one_in_the_page(command: Command) -> None:
+    """A list of equal items has one item, and storages that are not shared are not listed; others are as they are."""
+    torch.save({f"l{i}": torch.ones(1 + i % 2) for i in range(6)}, "m.pt")
+    packed = json.loads(page_of(command).raw["data"])["tensors"]
+    assert packed["tied"] == [-1] and packed["storage"] == "each"
+    at = {fact["name"]: fact["at"] for fact in packed["facts"]}
+    assert at["dtype"] == [0] and at["shape"] == [0, 1, 0, 1, 0, 1]
