@@ -281,6 +281,26 @@ def test_a_difference_of_one_layout_has_one_map(pages: Path, chromium: Any) -> N
         assert page.locator("#tree .name").evaluate_all("all => Math.min(...all.map((e) => e.clientWidth))") > 40
 
 
+def test_the_worst_difference_has_the_strongest_colour(chromium: Any, tmp_path: Path) -> None:
+    """Though it is small; the least has the weakest, and every layer of the map its label."""
+    for name, by in (("a", 0), ("b", 2)):
+        layers = {f"layers.{i}.{k}": torch.ones(8) + by * 10.0 ** -(3 + i % 3) for i in range(33) for k in range(9)}
+        torch.save(layers, tmp_path / f"{name}.pt")
+    files = [str(tmp_path / f"{name}.pt") for name in "ab"]
+    assert main(["diff", *files, "--html", str(tmp_path / "d.html")]) == 1
+    with opened(chromium, tmp_path / "d.html") as page:
+        assert page.locator("#legend li").all_inner_texts() == ["0.001 to 0.01", "0.0001 to 0.001", "less than 0.0001"]
+        colours = page.locator("#legend i").evaluate_all("all => all.map((e) => e.style.background)")
+        assert colours == ["var(--s6)", "var(--s3)", "var(--s0)"]
+        assert {*map(str, range(33))} <= {*page.locator(".map .inner").all_inner_texts()}
+        page.get_by_role("button", name="max |A − B|", exact=True).click()
+        page.fill("#search", "8")
+        rows = page.locator("#rows .name").all_inner_texts()
+        assert len(rows) > 30 and [int(row.split(".")[1]) % 3 for row in rows] == sorted(
+            int(row.split(".")[1]) % 3 for row in rows
+        )
+
+
 def test_names_stay_when_the_table_is_scrolled(pages: Path, chromium: Any) -> None:
     with opened(chromium, pages / "bert.html", width=400) as page:
         name, left = page.locator("#rows td").first, "e => e.getBoundingClientRect().left"
