@@ -218,6 +218,12 @@ class LimitError(InputError):
     """The input asks for more memory, time or nesting than :mod:`ckptconv.limits` allows."""
 
 
+def check_limit(what: str, got: int, most: int, unit: str = "", *, where: object = None) -> None:
+    """Raise LimitError with the message `what` if the number `got` is greater than `most`. `unit` is its unit."""
+    if got > most:
+        raise LimitError(what, where=where, expected=f"at most {most:,} {unit}".rstrip(), got=f"{got:,}")
+
+
 class UnsupportedError(InputError):
     """The input is valid, but this version cannot handle it."""
 

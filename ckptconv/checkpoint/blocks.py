@@ -70,7 +70,7 @@ def blocks_of(info: TensorInfo, shape: _Shape, stride: _Shape) -> list[ChunkPlac
     origin = (0,) * len(shape)
     if isinstance(data, ByteRange):
         whole = ChunkPlacement(data, origin, shape, stride)
-        return [_sliced(whole, info.offset, shape, itemsize)]
+        return [sliced(whole, info.offset, shape, itemsize)]
     if isinstance(data, Concat) and info.contiguous:
         blocks, at = [], 0
         first, end = info.offset * itemsize, info.offset * itemsize + info.nbytes
@@ -119,10 +119,10 @@ def cut(block: ChunkPlacement, offsets: _Shape, sizes: _Shape, itemsize: int) ->
         return None
     first = sum((start - own) * step for start, own, step in zip(starts, block.offsets, block.stride, strict=True))
     moved = tuple(start - origin for start, origin in zip(starts, offsets, strict=True))
-    return _sliced(replace(block, offsets=moved), first, shared, itemsize)
+    return sliced(replace(block, offsets=moved), first, shared, itemsize)
 
 
-def _sliced(block: ChunkPlacement, first: int, sizes: _Shape, itemsize: int) -> ChunkPlacement:
+def sliced(block: ChunkPlacement, first: int, sizes: _Shape, itemsize: int) -> ChunkPlacement:
     """Return `block` with `sizes`, from the element `first` of its range on. Strides that do not matter are usual."""
     last = first + sum((size - 1) * step for size, step in zip(sizes, block.stride, strict=True))
     of = block.of.slice(first * itemsize, (last - first + 1) * itemsize)

@@ -180,10 +180,41 @@ class Merger:
         self._graph = empty_graph()
         self._latest = 0  # the greatest order so far
         self._parts: list[Checkpoint] = []
-        #: The bytes of each storage, by its key. Callers that make tensors add theirs.
-        self.records: dict[str, Data] = {}
-        #: Creates calls for tensors in the merged graph.
-        self.calls = TensorCalls(self._graph)
+        #: The bytes of each storage, by its key.
+        self._records: dict[str, Data] = {}
+        self._calls = TensorCalls(self._graph)
+        self._tensors = 0  # the number of tensors that were made
+        #: The key, the bytes and the location tag of each storage that several tensors share.
+        self._shared: dict[object, tuple[str, Data, str]] = {}
+
+    def tensor(
+        self,
+        dtype: DType,
+        shape: tuple[int, ...],
+        data: Data,
+        tag: str = "cpu",
+        *bits: bool,
+        shared: object = None,
+    ) -> Call:
+        """Return a call in the merged graph that builds a row-major tensor of a complete storage.
+
+        Args:
+            dtype: The dtype of the tensor.
+            shape: The shape of the tensor.
+            data: The bytes of the storage.
+            tag: The location tag of the storage.
+            bits: torch's lazy conjugate bit and negative bit. Both are False by default.
+            shared: Tensors with an equal value use the storage of the first of them. None for a storage of its own.
+        """
+        key = str(self._tensors)
+        self._tensors += 1
+        if shared is not None:
+            key, data, tag = self._shared.setdefault(shared, (key, data, tag))
+        self._records[key] = data
+        call = self._calls.tensor(dtype, shape, key, data.length, *bits)
+        if tag != "cpu":
+            change_id(self._graph.references[-1], tag=tag)
+        return call
 
     def take(self, part: Checkpoint, *, in_order: bool = False) -> Value:
         """Add the checkpoint `part` to the merged graph. Return its root.
@@ -211,7 +242,7 @@ class Merger:
         for reference in part.references:
             change_id(reference.node, key=prefix + reference.storage.key)
         part.changed()
-        self.records.update((prefix + key, storage.data) for key, storage in part.storages.items())
+        self._records.update((prefix + key, storage.data) for key, storage in part.storages.items())
         if part.graph.opcodes:
             if not in_order:
                 drop_effect_order(part)
@@ -262,7 +293,7 @@ class Merger:
             for part in self._parts:
                 graph.left_out += [*part.graph.discarded, part.graph.root, *part.graph.written.values()]
         source, known = self.source, self.source.faults.again()
-        checkpoint = checkpoint_of(name, source, graph, container, self.records.get, str(source.path), known)
+        checkpoint = checkpoint_of(name, source, graph, container, self._records.get, str(source.path), known)
         checkpoint.is_byteorder_said = any(part.is_byteorder_said for part in self._parts)
         for part in self._parts:
             checkpoint.byteorder = part.byteorder

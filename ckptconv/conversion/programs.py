@@ -60,15 +60,15 @@ def plan_program(checkpoint: Checkpoint, path: Path, edits: Edits | None) -> tup
         )
     devices = edits.devices
     assert isinstance(checkpoint.container, ExportedProgram)
-    archive, source = checkpoint.container.archive, checkpoint.source
-    names = archive.names()
+    archive = checkpoint.container.archive
+    names = archive.names
     if "archive_format" not in names:
         raise RefusedError(
             "a program of torch before 2.8 is not written, only its weights",
             where=where,
             hint="name an output that ends in .safetensors",
         )
-    texts = {name: read_json(source, archive, name, exact=True) for name in names if devices and _JSON.fullmatch(name)}
+    texts = {name: read_json(archive, name, exact=True) for name in names if devices and _JSON.fullmatch(name)}
     inner = {name: each for name, each in checkpoint.beside.items() if devices and INNER.fullmatch(name)}
     tags = Counter(tag for each in inner.values() for tag in tags_of(each))
     for name, text in texts.items():
@@ -88,7 +88,7 @@ def plan_program(checkpoint: Checkpoint, path: Path, edits: Edits | None) -> tup
         elif not devices or name != _DROPPED:
             if devices:
                 program.check(name)
-            writer.member(name, member, source, checked=archive.is_checked(member))
+            writer.member(name, member)
     changes = Changes(notes=unmatched_rules(checkpoint, devices, {*tags}))
     for storage in checkpoint.storages.values():
         if (new := devices.new_tag(storage.device)) != storage.device:

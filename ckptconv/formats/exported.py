@@ -29,16 +29,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptconv.byteranges.sources import Readable, SliceSource
-from ckptconv.byteranges.spans import ByteRange, Inflate
+from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.merging import TensorCalls, empty_graph
 from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.storage_ids import change_id
 from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.dtypes import BY_NAME
-from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError, count, some
+from ckptconv.errors import (
+    InputError,
+    MalformedError,
+    RefusedError,
+    UnsupportedError,
+    check_limit,
+    count,
+    some,
+)
 from ckptconv.formats.safetensors_header import check_nesting
-from ckptconv.formats.torch_zip import ExportedProgram, read_inner, record_bytes
+from ckptconv.formats.torch_zip import ExportedProgram, read_byteorder, read_inner, record_bytes
 from ckptconv.formats.zip_archive import STORED, Archive, Member, read_archive
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
@@ -81,15 +88,15 @@ def read(source: Readable, unread: UnsupportedError) -> Checkpoint:
             raise unread
 
     archive = read_archive(source, is_known, lambda name: name.startswith(_WEIGHTS), flat=_FLAT)
-    names = archive.names()
+    names = archive.names
     models = [match[1] for name in names if (match := _MODEL.fullmatch(name))]
     configs = {model: f"{_WEIGHTS}{model}_weights_config.json" for model in models}
     saved = names.get(_STATE_DICT if _FLAT in names else f"{_WEIGHTS}{models[0]}.pt" if len(models) == 1 else "")
-    source.faults.unread(archive.unread(source))
+    source.faults.unread(archive.unread())
     if models and names.keys() >= {*configs.values()}:
         checkpoint = _weights(source, archive, configs, unread)
     elif saved and saved.method == STORED:
-        checkpoint = read_inner(SliceSource(source, saved.data_start(source), saved.size))
+        checkpoint = read_inner(saved.stored())
         checkpoint.source, checkpoint.blobs = source, checkpoint.blobs or checkpoint.source
     else:  # a reader that collects faults leaves out bad names
         raise unread
@@ -97,7 +104,7 @@ def read(source: Readable, unread: UnsupportedError) -> Checkpoint:
     checkpoint.is_state_dict = len(models) < 2
     for model in models or [_FLAT]:
         checkpoint.notes += _notes(source, archive, model)
-    checkpoint.notes += _inner_files(source, names, checkpoint)
+    checkpoint.notes += _inner_files(names, checkpoint)
     checkpoint.unused += _left_behind(names, {*configs.values(), _STATE_DICT})
     return checkpoint
 
@@ -111,12 +118,12 @@ def _weights(source: Readable, archive: Archive, configs: dict[str, str], unread
     An entry that is not valid is reported as a fault. Raises `unread` for one that is a pickle, MalformedError,
     LimitError.
     """
-    names = archive.names()
+    names = archive.names
     graph = empty_graph()
     calls = TensorCalls(graph)
     for model, config in configs.items():
         items: list[Value] = []
-        for name, entry in _entries(source, archive, config).items():
+        for name, entry in _entries(archive, config).items():
             where = f"{source.path}: {config}"
             try:
                 if entry["use_pickle"] is True:
@@ -128,22 +135,19 @@ def _weights(source: Readable, archive: Archive, configs: dict[str, str], unread
         assert isinstance(graph.root, Object)
         set_items(graph.root, items if len(configs) == 1 else [model, set_items(Dict(), items)])
 
-    def record(key: str) -> ByteRange | Inflate | None:
-        member = names.get(f"{_WEIGHTS}{key}")
-        return member.data(source, checked=archive.is_checked(member)) if member else None
-
+    record = archive.records(_WEIGHTS)
     checkpoint = checkpoint_of(NAME, source, graph, ExportedProgram(archive), record, str(source.path))
-    order = _small(source, archive, "byteorder")
-    checkpoint.byteorder, checkpoint.is_byteorder_said = "big" if order == b"big" else "little", order is not None
+    read_byteorder(checkpoint, names)
     return checkpoint
 
 
-def _entries(source: Readable, archive: Archive, config: str) -> dict[str, Any]:
+def _entries(archive: Archive, config: str) -> dict[str, Any]:
     """Return the entries in the JSON record `config` by name. Raises MalformedError, LimitError."""
-    parsed = read_json(source, archive, config)
+    parsed = read_json(archive, config)
     entries = parsed.get("config") if isinstance(parsed, dict) else None
     if not isinstance(entries, dict):
-        raise MalformedError("the record has no entries", where=f"{source.path}: {config}", expected='{"config": {…}}')
+        where = archive.names[config].where
+        raise MalformedError("the record has no entries", where=where, expected='{"config": {…}}')
     return entries
 
 
@@ -193,7 +197,7 @@ def _notes(source: Readable, archive: Archive, model: str) -> Iterator[str]:
     """
     record, constants = f"models/{model}.json", f"data/constants/{model}_constants_config.json"
     record = model if model == _FLAT else record
-    program = read_json(source, archive, record)
+    program = read_json(archive, record)
     try:
         graph, version = program["graph_module"]["graph"], program["schema_version"]
         devices = Counter(devices_in(program))
@@ -205,12 +209,12 @@ def _notes(source: Readable, archive: Archive, model: str) -> Iterator[str]:
     except (KeyError, TypeError, ValueError) as error:
         where, got = f"{source.path}: {record}", f"{type(error).__name__}: {error}"
         source.faults.found(MalformedError("this is not the JSON of a program", where=where, got=got))
-    if constants in archive.names() and (entries := _entries(source, archive, constants)):
+    if constants in archive.names and (entries := _entries(archive, constants)):
         texts = [f"{name} ({_about(entry)})" for name, entry in entries.items()]
         yield f"{count(len(texts), 'constant')}, not in the state dict: {some(texts, _SHOWN)}"
 
 
-def _inner_files(source: Readable, names: Mapping[str, Member], checkpoint: Checkpoint) -> Iterator[str]:
+def _inner_files(names: Mapping[str, Member], checkpoint: Checkpoint) -> Iterator[str]:
     """Yield notes about the files of torch.save in the archive: the sample inputs, and those that are not read.
 
     They are added to `checkpoint`, so that they are searched for dangerous functions.
@@ -220,7 +224,7 @@ def _inner_files(source: Readable, names: Mapping[str, Member], checkpoint: Chec
             continue
         is_sample = "_inputs" in name
         try:
-            inner = read_inner(SliceSource(source, saved.data_start(source), saved.size))
+            inner = read_inner(saved.stored())
         except InputError as error:  # it may contain objects of any class, and is not converted
             yield f"{'sample inputs that are' if is_sample else name + ' is'} not read: {error.what}"
             continue
@@ -278,29 +282,16 @@ def _left_behind(names: Mapping[str, Member], read: set[str]) -> Iterator[LeftBe
         yield LeftBehind(name, size, "part of the program")
 
 
-def _small(source: Readable, archive: Archive, name: str) -> bytes | None:
-    """Return the bytes of the record `name`, or None if it is missing or has more than a few bytes."""
-    member = archive.names().get(name)
-    if member is None or member.size > LIMITS.note_bytes:
-        return None
-    return record_bytes(source, member, f"{source.path}: {name}", checked=archive.is_checked(member))
-
-
-def read_json(source: Readable, archive: Archive, name: str, *, exact: bool = False) -> Any:
+def read_json(archive: Archive, name: str, *, exact: bool = False) -> Any:
     """Return the content of the JSON record `name`.
 
     Raises MalformedError if it is not JSON, LimitError if it is too large, and if `exact` is True, RefusedError if
     writing it as torch does would not give the same bytes.
     """
-    member, where = archive.names()[name], f"{source.path}: {name}"
-    if member.size > LIMITS.program_bytes:
-        raise LimitError(
-            "the JSON of a program is too large",
-            where=where,
-            expected=f"at most {LIMITS.program_bytes:,} bytes",
-            got=f"{member.size:,}",
-        )
-    data = record_bytes(source, member, where, checked=archive.is_checked(member))
+    member = archive.names[name]
+    where = member.where
+    check_limit("the JSON of a program is too large", member.size, LIMITS.program_bytes, "bytes", where=where)
+    data = record_bytes(member)
     try:
         check_nesting(data)
         parsed = json.loads(data)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.sources import Readable
@@ -30,11 +29,12 @@ from ckptconv.formats.distributed.metadata import renamed
 from ckptconv.formats.layout import blob_bytes, pickle_pieces, say_for_older_loaders
 from ckptconv.formats.torch_files import LegacyFile
 from ckptconv.formats.zip_archive import (
-    CENTRAL_FIELDS,
+    CENTRAL_CRC32,
     CENTRAL_SIZE,
     END,
     END_SIZE,
     HAS_DESCRIPTOR,
+    LOCAL_CRC32,
     LOCAL_SIZE,
     STORED,
     UTF8,
@@ -56,7 +56,6 @@ _STOP = b"."
 _PROTO = 2  # bytes of the opcode with which a pickle begins
 _BINPUT, _LONG_BINPUT = b"q", b"r"
 _NOTHING = (b"", b"", b"N0", b"K\x000")  # opcodes that push a value and pop it again, by their number of bytes
-_CRC32_IN_LOCAL, _CRC32_IN_CENTRAL = 14, 16  # offsets of the checksum in a header and in an entry of the directory
 
 
 def patches_of(checkpoint: Checkpoint) -> Patches | None:
@@ -266,52 +265,21 @@ def _metadata(checkpoint: Checkpoint, folder: dcp.DcpFolder) -> Patches:
 # Zips
 
 
-class _Directory(NamedTuple):
-    """The unparsed central directory of an archive.
-
-    Attributes:
-        start: The position of the directory, in bytes from the start of the file.
-        entries: The position and the bytes of each entry, by the member's name, in the directory's order.
-        end: The position of the end record.
-        comment: The archive's comment.
-    """
-
-    start: int
-    entries: dict[bytes, tuple[int, bytes]]
-    end: int
-    comment: bytes
-
-
-def _directory(source: Readable) -> _Directory:
-    """Return the unparsed central directory of `source`, which was read as a valid archive before."""
-    count, _, start = read_end(source)
-    data = source.read(start, source.size - start)
-    entries, at = {}, 0
-    for _ in range(count):
-        fields = CENTRAL_FIELDS.unpack_from(data, at)
-        name, end = at + CENTRAL_SIZE, at + CENTRAL_SIZE + sum(fields[10:13])
-        entries[data[name : name + fields[10]]] = start + at, data[at:end]
-        at = end
-    end = data.rfind(END)
-    return _Directory(start, entries, start + end, data[end + END_SIZE :])
-
-
 def _zip(checkpoint: Checkpoint, archive: Archive) -> Patches | None:
     """Return the changes in a zip `archive`: the pickle and its checksums, in place or appended.
 
     Return None if there is no free name for a replaced record.
     """
     source = checkpoint.source
-    member = archive.names()[torch_zip.PICKLE]
-    directory = _directory(source)
+    member = archive.names[torch_zip.PICKLE]
     pickle = _fitted(checkpoint, member.size) if member.method == STORED else None
     if pickle is None:
-        return _appended(checkpoint, archive, directory)
-    start = member.data_start(source)
+        return _appended(checkpoint, archive)
+    start = member.data_start()
     places = [start]
     if archive.has_checksums:
-        places.append(directory.entries[member.name.encode()][0] + _CRC32_IN_CENTRAL)
-        local = member.header_offset + _CRC32_IN_LOCAL
+        places.append(member.entry_offset + CENTRAL_CRC32)
+        local = member.header_offset + LOCAL_CRC32
         if any(source.read(local, 4)):
             places.append(local)
         if member.flags & HAS_DESCRIPTOR:
@@ -323,47 +291,34 @@ def _zip(checkpoint: Checkpoint, archive: Archive) -> Patches | None:
     return _same_size(source, parts, (start, _POISON))
 
 
-def _appended(checkpoint: Checkpoint, archive: Archive, directory: _Directory) -> Patches | None:
+def _appended(checkpoint: Checkpoint, archive: Archive) -> Patches | None:
     """Return the patches that write the new pickle over the directory, followed by a new directory.
 
     The old pickle and the records that describe the layout are renamed. Return None if there is no free name for one.
     """
-    source = checkpoint.source
-    names = archive.names()
-    pickle = _joined(pickle_pieces(checkpoint))
-    new_names: dict[bytes, bytes] = {}
-    for name in torch_zip.REPLACED:
-        if name in names:
-            new_name = _free_name(name, names)
-            if new_name is None:
+    source, names = checkpoint.source, archive.names
+    _, size, start = read_end(source)
+    old = source.read(start, source.size - start)
+    entries, comment = bytearray(old[:size]), old[old.rfind(END) + END_SIZE :]
+    renames = []
+    for name, member in names.items():
+        if name in torch_zip.REPLACED:
+            free_name = _free_name(name, names)
+            if free_name is None:
                 return None
-            new_names[names[name].name.encode()] = f"{archive.root}/{new_name}".encode()
-    name, size = names[torch_zip.PICKLE].name, len(pickle)
+            raw, new = member.name.encode(), f"{archive.root}/{free_name}".encode()
+            renames.append(Patch(member.header_offset + LOCAL_SIZE, raw, new))
+            at = member.entry_offset - start + CENTRAL_SIZE
+            entries[at : at + len(new)] = new
+    name, pickle = names[torch_zip.PICKLE].name, _joined(pickle_pieces(checkpoint))
     crc32 = zlib.crc32(pickle) if archive.has_checksums else 0
-    record = local_header(name.encode(), crc32, size, 0) + pickle
-    entries = [
-        data[:CENTRAL_SIZE] + new_names.get(raw, raw) + data[CENTRAL_SIZE + len(raw) :]
-        for raw, (_, data) in directory.entries.items()
-    ]
-    entries.append(central_entry(Member(name, UTF8, STORED, crc32, size, size, directory.start)))
-    listed = b"".join(entries)
-    start = directory.start + len(record)
-    end = end_records(len(entries), len(listed), start, directory.comment)
-    tail = record + listed + end
-    old = source.read(directory.start, source.size - directory.start)
-    renames = [
-        Patch(member.header_offset + LOCAL_SIZE, raw, new_names[raw])
-        for member in archive.members
-        if (raw := member.name.encode()) in new_names
-    ]
-    ends = [directory.end, start + len(listed) + len(end) - len(directory.comment) - END_SIZE]
-    return Patches(
-        "appended",
-        (*renames, Patch(directory.start, old, tail)),
-        source.size,
-        directory.start + len(tail),
-        tuple((offset, _POISON) for offset in ends),
-    )
+    record = local_header(name.encode(), crc32, len(pickle), 0) + pickle
+    entries += central_entry(name.encode(), UTF8, crc32, len(pickle), start)
+    end = end_records(len(names) + 1, len(entries), start + len(record), comment)
+    tail = record + entries + end
+    stop = start + len(tail)
+    poison = tuple((end_of_file - len(comment) - END_SIZE, _POISON) for end_of_file in (source.size, stop))
+    return Patches("appended", (*renames, Patch(start, old, tail)), source.size, stop, poison)
 
 
 def _free_name(name: str, names: Mapping[str, Member]) -> str | None:

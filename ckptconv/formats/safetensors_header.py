@@ -17,13 +17,22 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK
 from ckptconv.dtypes import BY_WORD
-from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedError, UnsupportedError, count, some
+from ckptconv.errors import (
+    DOWNLOAD_AGAIN,
+    InputError,
+    LimitError,
+    MalformedError,
+    UnsupportedError,
+    check_limit,
+    count,
+    some,
+)
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.work import seen, work
@@ -109,7 +118,7 @@ def read_header(source: Readable) -> Header:
         UnsupportedError: A dtype or a field is unknown. This is also reported as a fault of the entry.
         LimitError: The header is nested too deeply or too large.
     """
-    return _Reader(source).header()
+    return _Reader(source, f"{source.path}: safetensors header").header()
 
 
 class StrictJson:
@@ -118,16 +127,25 @@ class StrictJson:
     Attributes:
         title: The name of the data in messages.
         word: The name of the data in messages that begin with the path of its file.
+        integer: A method of the subclass that returns the value of an integer, written in digits, or raises an error.
+        number: The same for a fraction, a power, an infinity or NaN.
     """
 
     title = word = "the index"
+    integer: Callable[[str], int]
+    number: Callable[[str], Any]
 
-    def __init__(self, source: Readable) -> None:
+    def __init__(self, source: Readable, where: object, hint: str | None = None) -> None:
         self.source = source
+        self.where, self.hint = where, hint  # of errors
 
-    def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
-        """Raise MalformedError with this message. A subclass implements it."""
-        raise NotImplementedError
+    def error(self, what: str, **facts: Any) -> MalformedError:
+        """Return a MalformedError with the message `what`. `facts` are its other arguments."""
+        return MalformedError(what, **{"where": self.where, "hint": self.hint, **facts})
+
+    def fail(self, what: str, **facts: Any) -> NoReturn:
+        """Raise the error of :meth:`error`."""
+        raise self.error(what, **facts)
 
     def json(self, raw: bytes, *, commas: int) -> Any:
         """Return the value of the JSON in `raw`.
@@ -174,35 +192,15 @@ class StrictJson:
         if not is_text(text):
             self.fail("half of a surrogate pair is not text", got=repr(text))
 
-    def integer(self, digits: str) -> int:
-        """Return the integer written as `digits`, or raise an error. A subclass implements it."""
-        raise NotImplementedError
-
-    def number(self, digits: str) -> Any:
-        """Return the number written as `digits`: a fraction, a power, an infinity or NaN. A subclass implements it."""
-        raise NotImplementedError
-
 
 class _Reader(StrictJson):
     """A reader of one header, which reports the faults of its entries."""
 
     title, word = "the header", "it"
 
-    def error(
-        self, what: str, *, expected: object = None, got: object = None, hint: str | None = None
-    ) -> MalformedError:
-        """Return a MalformedError for this header."""
-        return MalformedError(
-            what, where=f"{self.source.path}: safetensors header", expected=expected, got=got, hint=hint
-        )
-
-    def fail(self, what: str, *, expected: object = None, got: object = None, hint: str | None = None) -> NoReturn:
-        """Raise MalformedError for this header."""
-        raise self.error(what, expected=expected, got=got, hint=hint)
-
     def refuse(self, what: str, got: str) -> NoReturn:
         """Raise UnsupportedError for this header."""
-        raise UnsupportedError(what, where=f"{self.source.path}: safetensors header", got=got)
+        raise UnsupportedError(what, where=self.where, got=got)
 
     def header(self) -> Header:
         """Read, check and return the complete header. See :func:`read_header`."""
@@ -362,10 +360,6 @@ def header_bytes(metadata: dict[str, str] | None, entries: Iterable[Entry], *, l
     text = json.dumps(top, ensure_ascii=False, separators=(",", ":")).encode()
     wanted, modulus = (0, _ALIGNMENT) if like is None or like % _ALIGNMENT else (like, FILESYSTEM_BLOCK)
     text += b" " * ((wanted - _LENGTH - len(text)) % modulus)
-    if len(text) > LIMITS.safetensors_header:
-        raise LimitError(
-            "the names and shapes are too long for a safetensors header",
-            expected=f"at most {LIMITS.safetensors_header:,} bytes",
-            got=f"{len(text):,}",
-        )
+    what = "the names and shapes are too long for a safetensors header"
+    check_limit(what, len(text), LIMITS.safetensors_header, "bytes")
     return len(text).to_bytes(_LENGTH, "little") + text

@@ -21,8 +21,8 @@ stores dtypes without a storage class.
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -31,6 +31,7 @@ from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.legacy_python import modernize, text_of
+from ckptconv.checkpoint.merging import empty_graph
 from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of
 from ckptconv.checkpoint.safe_globals import refused_opcodes
@@ -55,10 +56,8 @@ from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import (
-    AT_ONCE,
     Call,
     Dict,
-    Effect,
     Global,
     Graph,
     List,
@@ -70,7 +69,6 @@ from ckptconv.pickles.graph import (
     children,
     is_count,
     replace_nodes,
-    set_items,
     walk,
 )
 from ckptconv.pickles.parser import parse
@@ -82,6 +80,15 @@ _WHAT = "a file in torch's format from before 1.6"
 _VERSION = 1001
 _PICKLES = 5
 _WORDS = frozenset(["protocol_version", "little_endian", "type_sizes", "short", "int", "long"])  # in sys_info
+#: The three pickles before the object, as torch writes them.
+_HEAD = b"".join(
+    pickle.dumps(value, 2)
+    for value in (
+        MAGIC,
+        _VERSION,
+        {"protocol_version": _VERSION, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}},
+    )
+)
 _SIZE = 8  # bytes of the number of elements before each storage
 _SHOWN = 5  # paths in an error
 #: A persistent id in protocol 0, which writes its repr.
@@ -164,9 +171,8 @@ def _read_head(
         - Their graphs. Empty if the bytes are exactly those that torch writes.
         - The position of the object.
     """
-    usual = _head()
-    if source.read(start, min(len(usual), end - start)) == usual:
-        return ByteRange(source, start, len(usual)), [], [], start + len(usual)
+    if source.read(start, min(len(_HEAD), end - start)) == _HEAD:
+        return ByteRange(source, start, len(_HEAD)), [], [], start + len(_HEAD)
     graphs, at = [], start
     for _ in range(3):
         graph, at = parse(source.read, end, where=where, offset=at)
@@ -451,7 +457,7 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
         first = [key for key in own.spans if key in checkpoint.storages]
         storages = {key: checkpoint.storages[key] for key in dict.fromkeys([*first, *checkpoint.storages])}
     respell(checkpoint)
-    head, keys = (own and own.head) or Literal(_head()), Literal(_pickled(_list([*storages])))
+    head, keys = (own and own.head) or Literal(_HEAD), Literal(pickle.dumps([*storages], 2))
     pieces: list[Piece] = [head, *pickle_pieces(checkpoint), keys]
     for key, storage in storages.items():
         itemsize = BY_STORAGE_CLASS[classes[storage]].itemsize
@@ -469,8 +475,10 @@ def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
 
     ``torch.storage._load_from_bytes`` loads such files. `cls`, `key`, `tag` and `numel` go into the persistent id.
     """
-    reference = PersistentId(_in_six(new_id(cls, key, tag, numel)))
-    return _head() + _pickled(reference) + _pickled(_list([key])) + numel.to_bytes(_SIZE, "little")
+    graph = empty_graph()
+    graph.root = PersistentId(_in_six(new_id(cls, key, tag, numel)))
+    reference = b"".join(part for part in emit(graph, loadable=True) if isinstance(part, bytes))
+    return _HEAD + reference + pickle.dumps([key], 2) + numel.to_bytes(_SIZE, "little")
 
 
 def retagged(file: LegacyFile, tag: str) -> Graph:
@@ -520,31 +528,3 @@ def respell(checkpoint: Checkpoint) -> None:
     if checkpoint.class_ids:
         replace_nodes(checkpoint.graph, cast("dict[Node, Node]", checkpoint.class_ids))
     checkpoint.changed()
-
-
-@cache
-def _head() -> bytes:
-    """Return the three pickles before the object, as torch writes them."""
-    sizes = _dict([("short", 2), ("int", 4), ("long", 4)])
-    sys_info = _dict([("protocol_version", _VERSION), ("little_endian", True), ("type_sizes", sizes)])
-    return _pickled(MAGIC) + _pickled(_VERSION) + _pickled(sys_info)
-
-
-def _pickled(value: Value) -> bytes:
-    """Return `value` as a pickle of protocol 2."""
-    graph = Graph(value, 2, 0, frozenset(), [], [], [], [], set())
-    return b"".join(piece for piece in emit(graph, loadable=True) if isinstance(piece, bytes))
-
-
-def _dict(items: list[tuple[str, Value]]) -> Dict:
-    """Return a dict node with `items`."""
-    return set_items(Dict(), [part for item in items for part in item])
-
-
-def _list(items: list[str]) -> List:
-    """Return a list node with `items`."""
-    result = List()
-    for at in range(0, len(items), AT_ONCE):
-        values: list[Value] = [*items[at : at + AT_ONCE]]
-        result.add(Effect("APPEND" if len(values) == 1 else "APPENDS", values, None))
-    return result

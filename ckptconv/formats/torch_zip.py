@@ -116,7 +116,7 @@ def is_program(checkpoint: Checkpoint) -> bool:
 
     torch.jit.load recognises a program by the same record.
     """
-    return isinstance(checkpoint.container, Archive) and CONSTANTS in checkpoint.container.names()
+    return isinstance(checkpoint.container, Archive) and CONSTANTS in checkpoint.container.names
 
 
 # Reading
@@ -135,51 +135,54 @@ def read(source: Readable) -> Checkpoint:
         archive = read_archive(source, lambda names: refuse_foreign_zips(source, names), _is_storage)
     except EndMissing as error:
         raise cut_short(source) from error
-    names = archive.names()
-    if not any(member.crc32 and member.size for name, member in names.items() if _is_storage(name)):
+    names = archive.names
+    storages = [member for name, member in names.items() if _is_storage(name) and member.size]
+    is_unsummed = archive.has_checksums and storages and not any(member.crc32 for member in storages)
+    if is_unsummed:
         # torch.serialization.skip_data writes neither checksums nor bytes of storages; other programs fill in the bytes
-        archive = replace(
-            archive,
-            unsummed=frozenset(member.name for name, member in names.items() if _is_storage(name) and member.size),
-        )
-    source.faults.unread(archive.unread(source))
+        members = (member._replace(checked=not (_is_storage(name) and member.size)) for name, member in names.items())
+        archive = replace(archive, members=tuple(members))
+        names = archive.names
+    source.faults.unread(archive.unread())
     _check_case(source, names)
-    checked = archive.has_checksums
     where = f"{source.path}: {PICKLE}"
     if archive.root + "/" + PICKLE in archive.broken or PICKLE not in names:
         raise MalformedError("the main pickle cannot be found", where=where)
-    graph, file = read_pickle(source, names[PICKLE], where, checked=checked)
+    graph, file = read_pickle(names[PICKLE])
     modernize(graph)
-
-    def record(key: str) -> ByteRange | Inflate | None:
-        member = names.get(f"data/{key}")
-        return member.data(source, checked=archive.is_checked(member)) if member else None
-
-    checkpoint = checkpoint_of(NAME, source, graph, archive, record, where)
+    checkpoint = checkpoint_of(NAME, source, graph, archive, archive.records("data/"), where)
     checkpoint.blobs = file
-    storages = checkpoint.storages
     checkpoint.unused = [
         LeftBehind(name, member.size, "no tensor uses it")
         for name, member in names.items()
-        if name.removeprefix("data/") not in storages and _is_storage(name)
+        if name.removeprefix("data/") not in checkpoint.storages and _is_storage(name)
     ]
     checkpoint.unused += [
         LeftBehind(name, names[name].size, SUPERSEDED) for name in _others(names) if _SUPERSEDED.fullmatch(name)
     ]
-    if not checked:
+    if not archive.has_checksums:
         checkpoint.notes.append(NO_CHECKSUMS)
-    elif archive.unsummed:
+    elif is_unsummed:
         checkpoint.warn(NO_STORAGE_CHECKSUMS)
-    version = _note(source, names, "version" if "version" in names else ".data/version", checked)  # torch accepts both
+    version = _note(names, "version" if "version" in names else ".data/version")  # torch accepts both
     if version is None or not version.strip().isdigit():  # torch decides which numbers it accepts
         what, where = "the archive's version, which torch needs, is not a number", f"{source.path}: version"
         source.faults.found(MalformedError(what, where=where, expected="a number", got=version))
-    order = _note(source, names, "byteorder", checked)
+    read_byteorder(checkpoint, names)
+    return checkpoint
+
+
+def read_byteorder(checkpoint: Checkpoint, names: Mapping[str, Member]) -> None:
+    """Set the byte order of `checkpoint` from the record ``byteorder`` of its archive, whose members are `names`.
+
+    Another content than ``little`` or ``big`` is a fault.
+    """
+    source = checkpoint.source
+    order = _note(names, "byteorder")
     if order not in (None, b"little", b"big"):
         what, where = "the byte order is unknown", f"{source.path}: byteorder"
         source.faults.found(MalformedError(what, where=where, expected="little or big", got=order))
     checkpoint.byteorder, checkpoint.is_byteorder_said = "big" if order == b"big" else "little", order is not None
-    return checkpoint
 
 
 def read_inner(source: Readable) -> Checkpoint:
@@ -190,7 +193,7 @@ def read_inner(source: Readable) -> Checkpoint:
     """
     checkpoint = read(source)
     archive = checkpoint.container
-    names = archive.names() if isinstance(archive, Archive) else {}
+    names = archive.names if isinstance(archive, Archive) else {}
     others = [name for name in names if not (name in (*_RECORDS, ".data/version") or _is_storage(name))]
     if others:
         raise UnsupportedError(
@@ -202,19 +205,19 @@ def read_inner(source: Readable) -> Checkpoint:
     return checkpoint
 
 
-def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) -> tuple[Graph, Readable]:
-    """Return the graph of the pickle `member`, and the source of its bytes: `source`, or the inflated pickle in memory.
+def read_pickle(member: Member) -> tuple[Graph, Readable]:
+    """Return the graph of the pickle `member`, and the source of its bytes.
 
-    Bytes after the end of the pickle are a fault. `checked` is whether the record has a checksum, which is verified.
-    `where` is the name for errors.
+    That is the archive, or the inflated pickle in memory. A wrong checksum is a fault, and so are bytes after the end
+    of the pickle.
     """
-    file, start, size = source, 0, member.size
+    source, start, size, where = member.source, 0, member.size, member.where
+    file = source
     if member.method == STORED:
-        start = member.data_start(source)
-        if checked:
-            _check_crc(source, member, where)
+        start = member.data_start()
+        _check_crc(member)
     else:
-        file = BytesSource(_inflated(source, member, where, checked), source.path)
+        file = BytesSource(_inflated(member), source.path)
     source.faults.pickles(PickleSequence(where, SliceSource(file, start, size), 1))
     graph, end = parse(file.read, start + size, where=where, offset=start)
     if end != start + size:
@@ -250,7 +253,7 @@ def _check_case(source: Readable, names: Mapping[str, Member]) -> None:
             )
 
 
-def _inflated(source: Readable, member: Member, where: str, checked: bool) -> bytes:
+def _inflated(member: Member) -> bytes:
     """Return the inflated bytes of the deflated record `member`.
 
     Raises LimitError if the record is longer than the limit on pickles, or far longer than its deflated bytes.
@@ -259,20 +262,23 @@ def _inflated(source: Readable, member: Member, where: str, checked: bool) -> by
     if member.size > most or member.stored_size > LIMITS.pickle_bytes:
         raise LimitError(
             "a deflated record is too large",
-            where=where,
+            where=member.where,
             expected=f"at most {most:,} bytes",
             got=f"{member.size:,} from {member.stored_size:,}",
         )
-    return b"".join(reading.read(member.data(source, checked=checked)))
+    return b"".join(reading.read(member.data()))
 
 
-def _check_crc(source: Readable, member: Member, where: str) -> None:
-    """Report a fault if the checksum of the stored record `member` is wrong. All its bytes are read."""
-    with source.faults:
-        check_crc32(member.crc32, crc32_of(ByteRange(source, member.data_start(source), member.size)), where)
+def _check_crc(member: Member) -> None:
+    """Report a fault if the stored record `member` has a wrong checksum. All its bytes are read."""
+    if not member.checked:
+        return
+    data = ByteRange(member.source, member.data_start(), member.size)
+    with member.source.faults:
+        check_crc32(member.crc32, crc32_of(data), member.where)
 
 
-def _note(source: Readable, names: Mapping[str, Member], name: str, checked: bool) -> bytes | None:
+def _note(names: Mapping[str, Member], name: str) -> bytes | None:
     """Return the bytes of the short record `name`, or None if it does not exist.
 
     A record longer than ``LIMITS.note_bytes`` is a fault, and None is returned.
@@ -280,28 +286,22 @@ def _note(source: Readable, names: Mapping[str, Member], name: str, checked: boo
     member = names.get(name)
     if member is None:
         return None
-    where = f"{source.path}: {name}"
     if member.size > LIMITS.note_bytes:
-        source.faults.found(
-            MalformedError(
-                "the record is too long", where=where, expected=f"at most {LIMITS.note_bytes} bytes", got=member.size
-            )
-        )
+        what, most = "the record is too long", f"at most {LIMITS.note_bytes} bytes"
+        member.source.faults.found(MalformedError(what, where=member.where, expected=most, got=member.size))
         return None
-    return record_bytes(source, member, where, checked=checked)
+    return record_bytes(member)
 
 
-def record_bytes(source: Readable, member: Member, where: str, *, checked: bool) -> bytes:
+def record_bytes(member: Member) -> bytes:
     """Return the bytes of the record `member`. The size of a stored record is not limited here.
 
-    If `checked` is true, a wrong checksum is a fault. Raises MalformedError or LimitError if a deflated record is
-    damaged or too large.
+    A wrong checksum is a fault. Raises MalformedError or LimitError if a deflated record is damaged or too large.
     """
     if member.method != STORED:
-        return _inflated(source, member, where, checked)
-    if checked:
-        _check_crc(source, member, where)
-    return source.read(member.data_start(source), member.size)
+        return _inflated(member)
+    _check_crc(member)
+    return member.source.read(member.data_start(), member.size)
 
 
 # Writing
@@ -326,7 +326,7 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
 
     Storages that are no longer used and records that describe the old layout are left out.
     """
-    members = archive.names()
+    members = archive.names
     storages = {f"data/{key}": storage.data for key, storage in checkpoint.storages.items()}
     dropped = {name for name in members.keys() - storages.keys() if _is_storage(name)}
     added = [name for name in storages if name not in members]
@@ -334,17 +334,18 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
     new = {f"data/{key}": f"data/{number}" for key, number in keys.items()}
     dropped.update(name for name in _others(members) if name in _LAYOUT_RECORDS or _SUPERSEDED.fullmatch(name))
     kept = [(name, member) for name, member in members.items() if name not in dropped]
+    summed = all(member.checked for name, member in members.items() if _is_storage(name) and member.size)
     pickle = pickle_pieces(checkpoint)
     writer = ZipWriter(archive.root, checked=archive.has_checksums)
     for i, (name, member) in enumerate(kept):
         if name == PICKLE:
             writer.pickle(PICKLE, pickle, like=kept[i + 1][1].header_offset if i + 1 < len(kept) else 0)
         elif name in storages and not storages[name].is_record:
-            writer.storage(new.get(name, name), storages[name], summed=not archive.unsummed)
+            writer.storage(new.get(name, name), storages[name], summed=summed)
         else:
-            writer.member(new.get(name, name), member, checkpoint.source, checked=archive.is_checked(member))
+            writer.member(new.get(name, name), member)
     for name in added:
-        writer.storage(new[name], storages[name], summed=not archive.unsummed)
+        writer.storage(new[name], storages[name], summed=summed)
     return writer.finish(path)
 
 
@@ -362,13 +363,10 @@ def _written(checkpoint: Checkpoint, path: Path, *, checked: bool) -> OutFile:
     If `checked` is true, records have checksums. Those of storages are computed during the copy if they are not known.
     """
     keys = renumber(checkpoint)
+    storages = {keys[key]: storage.data for key, storage in checkpoint.storages.items()}
     writer = ZipWriter(_root_name(path), checked=checked)
     writer.pickle(PICKLE, pickle_pieces(checkpoint), like=0)
-    writer.record("byteorder", checkpoint.byteorder.encode())
-    for key, storage in checkpoint.storages.items():
-        writer.storage(f"data/{keys[key]}", storage.data)
-    writer.record("version", b"3\n")
-    return writer.finish(path)
+    return writer.with_storages(storages, checkpoint.byteorder).finish(path)
 
 
 def _root_name(path: Path) -> str:
@@ -393,10 +391,10 @@ class ZipWriter:
         self.root = root
         self.checked = checked
         self.pieces: list[Piece] = []
-        self.entries: list[Member] = []
+        self.directory: list[bytes] = []
         self.sums: list[Piece] = []
         self.checked_parts: set[int] = set()  # ids of ranges to verify that are written in part
-        self.awaited: dict[int, int] = {}  # index of an entry → index in `sums`, for checksums to be computed
+        self.awaited: dict[int, int] = {}  # index in `directory` → index in `sums`, for checksums to be computed
         self.at = 0
 
     def add(self, piece: Piece) -> None:
@@ -418,14 +416,14 @@ class ZipWriter:
             modulus: See `wanted`.
             after: The number of bytes from the end of the header to that position.
         """
-        name = f"{self.root}/{name}"
+        raw_name = f"{self.root}/{name}".encode()
         known = crc32 if isinstance(crc32, int) else 0
-        header = local_header(name.encode(), known, size, 0)
+        header = local_header(raw_name, known, size, 0)
         if wanted is not None and (padding := _padding(self.at + len(header) + after, wanted, modulus)):
-            header = local_header(name.encode(), known, size, padding)
-        self.entries.append(Member(name, UTF8, STORED, known, size, size, self.at))
+            header = local_header(raw_name, known, size, padding)
+        self.directory.append(central_entry(raw_name, UTF8, known, size, self.at))
         if not isinstance(crc32, int):
-            place = self.awaited[len(self.entries) - 1] = len(self.sums)
+            place = self.awaited[len(self.directory) - 1] = len(self.sums)
             self.sums.append(crc32)
             self.add(Deferred(len(header), lambda sums: with_crc32(header, LOCAL_CRC32, sums[place])))
         else:
@@ -472,29 +470,37 @@ class ZipWriter:
         if data.length:
             self.add(data)
 
-    def member(self, name: str, member: Member, source: Readable, *, checked: bool) -> None:
-        """Append the record `member` of `source` as `name`.
+    def with_storages(self, storages: Mapping[str, Piece], byteorder: str) -> ZipWriter:
+        """Append the records that torch writes after the pickle. `storages` are the storages by key. Return self."""
+        self.record("byteorder", byteorder.encode())
+        for key, data in storages.items():
+            self.storage(f"data/{key}", data)
+        self.record("version", b"3\n")
+        return self
+
+    def member(self, name: str, member: Member) -> None:
+        """Append the record `member` of another archive as `name`.
 
         The header is copied with the data if the name and the position in the filesystem block stay the same. Otherwise
-        the record gets a new header. `checked` is whether the record has a checksum in the source.
+        the record gets a new header.
         """
-        data_start = member.data_start(source)
+        data_start = member.data_start()
         is_aligned = data_start % _ALIGNMENT == 0
         same = member.name == f"{self.root}/{name}" and member.method == STORED
         may_stay = is_aligned or not name.startswith("data/")
         if same and may_stay and (self.at - member.header_offset) % FILESYSTEM_BLOCK == 0:
-            self.entries.append(member._replace(header_offset=self.at))
-            self.add(ByteRange(source, member.header_offset, member.end - member.header_offset))
+            self.directory.append(central_entry(member.name.encode(), member.flags, member.crc32, member.size, self.at))
+            self.add(ByteRange(member.source, member.header_offset, member.end - member.header_offset))
             return
         keeps_place = member.method == STORED and is_aligned
         wanted, modulus = (data_start, FILESYSTEM_BLOCK) if keeps_place else (0, _ALIGNMENT)
         self.header(name, member.crc32, member.size, wanted, modulus)
         if member.size:
-            self.add(member.data(source, checked=checked))
+            self.add(member.data())
 
     def finish(self, path: Path) -> OutFile:
         """Append the central directory and the end. Return the archive as a file to be written to `path`."""
-        directory = [*map(central_entry, self.entries)]
+        directory = self.directory
         size = sum(map(len, directory))
         end, awaited = end_records(len(directory), size, self.at), self.awaited
 

@@ -32,10 +32,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.tensor_info import LeftBehind
-from ckptconv.errors import LimitError, RefusedError, count, some
+from ckptconv.errors import LimitError, RefusedError, check_limit, count, some
 from ckptconv.formats.torch_zip import CONSTANTS, read_pickle, record_bytes
 from ckptconv.formats.zip_archive import Archive
 from ckptconv.hints import literal, option
@@ -124,18 +123,12 @@ def _code(source: Readable, archive: Archive) -> Iterator[tuple[str, bytes]]:
     Raises LimitError before any is inflated if they are too large.
     """
     files = [
-        (name, member) for name, member in archive.names().items() if name.startswith("code/") and name[-3:] == ".py"
+        (name, member) for name, member in archive.names.items() if name.startswith("code/") and name[-3:] == ".py"
     ]
     size = sum(max(member.size, member.stored_size) for _, member in files)
-    if size > LIMITS.script_bytes:
-        raise LimitError(
-            "a TorchScript archive has too much code",
-            where=source.path,
-            expected=f"at most {LIMITS.script_bytes:,} bytes",
-            got=f"{size:,}",
-        )
+    check_limit("a TorchScript archive has too much code", size, LIMITS.script_bytes, "bytes", where=source.path)
     for name, member in files:
-        yield name, record_bytes(source, member, f"{source.path}: {name}", checked=archive.has_checksums)
+        yield name, record_bytes(member)
 
 
 _Counted: TypeAlias = "Callable[[Iterator[Any]], Iterator[Any]]"
@@ -207,15 +200,10 @@ def _devices(text: bytes, counted: _Counted = iter) -> Counter[str]:
 
 def _constants(source: Readable, archive: Archive) -> Checkpoint:
     """Return the constants of the code as a checkpoint. Raises MalformedError, LimitError."""
-    names, checked = archive.names(), archive.has_checksums
-    where = f"{source.path}: {CONSTANTS}"
-    graph, _ = read_pickle(source, names[CONSTANTS], where, checked=checked)
-
-    def record(key: str) -> ByteRange | Inflate | None:
-        member = names.get(f"constants/{key}")
-        return member.data(source, checked=checked) if member else None
-
-    return checkpoint_of(NAME, source, graph, archive, record, where)
+    member = archive.names[CONSTANTS]
+    graph, _ = read_pickle(member)
+    record = archive.records("constants/")
+    return checkpoint_of(NAME, source, graph, archive, record, member.where)
 
 
 # The weights
@@ -228,14 +216,14 @@ def _has_weights(checkpoint: Checkpoint) -> bool:
 
 def _why_none(archive: Archive) -> str:
     """Return a message that says why the program in `archive` has no weights."""
-    frozen = any(name.startswith("constants/") for name in archive.names())
+    frozen = any(name.startswith("constants/") for name in archive.names)
     why = ": torch.jit.freeze made them constants of its code, without names" if frozen else ""
     return f"it has no parameters and no buffers, so no state dict{why}"
 
 
 def _left_behind(archive: Archive) -> list[LeftBehind]:
     """Return the records that a copy of the weights does not contain, with their total size by kind."""
-    names = archive.names()
+    names = archive.names
     sizes: Counter[str] = Counter()
     for name, member in names.items():
         kind = name.partition("/")[0].removesuffix(".pkl")

@@ -21,11 +21,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, lru_cache
+from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple
 
 from ckptconv.byteranges.fault_sink import UnreadRecord
-from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.sources import Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError, count
 from ckptconv.light_dataclass import dataclass
@@ -59,21 +60,25 @@ _UNSAID = bytes(12)  # the numbers of a local header if the descriptor contains 
 
 
 class Member(NamedTuple):
-    """A record of the archive. Positions are in bytes from the start of the file.
+    """A record of the archive `source`. Positions are in bytes from the start of the file.
 
     Attributes:
+        source: The archive.
         name: The name, with its folders.
         flags: The general purpose flags.
         method: ``STORED`` or ``DEFLATED``.
-        crc32: The checksum of the data, or 0 if there is none.
+        crc32: The checksum in the headers.
         stored_size: The number of bytes of the data in the file.
         size: The number of bytes of the data after inflating.
         header_offset: The position of the local header.
+        entry_offset: The position of the entry in the central directory.
+        checked: Whether `crc32` is the checksum of the data. It is not if the archive was written without checksums.
         data_offset: The position of the data, or None if the local header has not been read. :meth:`data_start` reads
             it.
         end: The position after the data and its descriptor, or 0 if the caller does not need it.
     """
 
+    source: Readable
     name: str
     flags: int
     method: int
@@ -81,44 +86,54 @@ class Member(NamedTuple):
     stored_size: int
     size: int
     header_offset: int
+    entry_offset: int
+    checked: bool = False
     data_offset: int | None = None
     end: int = 0
 
-    def data_start(self, source: Readable) -> int:
-        """Return the position of the data in `source`.
+    def data_start(self) -> int:
+        """Return the position of the data.
 
-        If `data_offset` is None, the local header is read from `source`. Raises MalformedError if the header is
-        damaged.
+        If `data_offset` is None, the local header is read. Raises MalformedError if the header is damaged.
         """
-        return _placed(_Window(source), self, self.end) if self.data_offset is None else self.data_offset
+        return _placed(_Window(self.source), self, self.end) if self.data_offset is None else self.data_offset
 
-    def data(self, source: Readable, *, checked: bool) -> ByteRange | Inflate:
-        """Return the data of this record in `source`: a ByteRange if it is stored, an Inflate if it is deflated.
+    @property
+    def where(self) -> str:
+        """The name of this record for errors, without the root folder."""
+        return f"{self.source.path}: {self.name.partition('/')[2]}"
 
-        No byte is read. If `checked` is true, the result contains the record's CRC32, which is verified when it is
-        read.
+    def stored(self) -> SliceSource:
+        """Return the stored bytes as a source."""
+        return SliceSource(self.source, self.data_start(), self.stored_size)
+
+    def data(self) -> ByteRange | Inflate:
+        """Return the data of this record: a ByteRange if it is stored, an Inflate if it is deflated.
+
+        No byte is read. The result contains the checksum, if there is one, and reading the result verifies it.
         """
-        crc32 = self.crc32 if checked else None
-        of, offset = (_Unplaced(source, self), 0) if self.data_offset is None else (source, self.data_offset)
+        crc32 = self.crc32 if self.checked else None
+        file, offset = (_Unplaced(self), 0) if self.data_offset is None else (self.source, self.data_offset)
         if self.method == STORED:
-            return ByteRange(of, offset, self.size, crc32)
-        return Inflate(ByteRange(of, offset, self.stored_size), self.size, crc32)
+            return ByteRange(file, offset, self.size, crc32)
+        return Inflate(ByteRange(file, offset, self.stored_size), self.size, crc32)
 
 
 class _Unplaced(Readable):
     """The data of `member` as a source. Its local header is read on each access, to find the position of the data."""
 
-    def __init__(self, source: Readable, member: Member) -> None:
+    def __init__(self, member: Member) -> None:
+        source = member.source
         self.path, self.size, self.faults = source.path, member.stored_size, source.faults
-        self._source, self._member = source, member
+        self._member = member
 
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes at `offset` of the data. Raises InputError."""
-        return self._source.read(self._member.data_start(self._source) + offset, length)
+        return self._member.source.read(self._member.data_start() + offset, length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset` of the data on. Raises InputError."""
-        self._source.read_into(self._member.data_start(self._source) + offset, buffer)
+        self._member.source.read_into(self._member.data_start() + offset, buffer)
 
 
 @dataclass(frozen=True)
@@ -131,37 +146,39 @@ class Archive:
         has_checksums: Whether the CRC of any member is not zero.
         broken: Names of members whose data cannot be found, because their local headers are damaged. Empty unless the
             fault sink collects faults.
-        unsummed: Names of members without a checksum in an archive with checksums.
     """
 
     root: str
     members: tuple[Member, ...]
     has_checksums: bool
     broken: frozenset[str] = frozenset()
-    unsummed: frozenset[str] = frozenset()
-
-    def is_checked(self, member: Member) -> bool:
-        """Return whether `member` has a checksum: the archive has checksums, and the member is not in `unsummed`."""
-        return self.has_checksums and member.name not in self.unsummed
-
-    def names(self) -> Mapping[str, Member]:
-        """Return the members by their names without the folder `root`."""
-        return self._names
 
     @cached_property
-    def _names(self) -> dict[str, Member]:
+    def names(self) -> Mapping[str, Member]:
+        """The members by their names without the folder `root`."""
         start = len(self.root) + 1
         return {member.name[start:]: member for member in self.members}
 
-    def unread(self, source: Readable) -> Iterator[UnreadRecord]:
-        """Yield the records of `source` whose bytes can be verified: those with a checksum, and the deflated ones.
+    def records(self, folder: str) -> Callable[[str], ByteRange | Inflate | None]:
+        """Return a function that returns the data of a member of `folder`, by its name in this folder.
+
+        The function returns None if there is no such member. The name of `folder` ends in a slash.
+        """
+
+        def record(name: str) -> ByteRange | Inflate | None:
+            member = self.names.get(folder + name)
+            return member.data() if member else None
+
+        return record
+
+    def unread(self) -> Iterator[UnreadRecord]:
+        """Yield the records whose bytes can be verified: those with a checksum, and the deflated ones.
 
         Broken members are left out. The records have names without the folder `root`.
         """
-        for name, member in self.names().items():
-            checked = self.is_checked(member)
-            if member.name not in self.broken and (checked or member.method != STORED):
-                yield UnreadRecord(f"{source.path}: {name}", member.data(source, checked=checked))
+        for member in self.members:
+            if member.name not in self.broken and (member.checked or member.method != STORED):
+                yield UnreadRecord(member.where, member.data())
 
 
 class EndMissing(MalformedError):
@@ -197,23 +214,29 @@ def read_archive(
     if refuse:
         refuse([entry.name for entry in entries])
     entries.sort(key=attrgetter("header_offset"))
-    source.prefetch(_borders(source, entries, start, is_large))
+    ends = [*(entry.header_offset for entry in entries[1:]), start]
+    source.prefetch(
+        part
+        for entry, end in zip(entries, ends, strict=False)
+        if not _is_spared(entry, end, is_large)
+        for part in ((entry.header_offset, entry.header_offset + LOCAL_SIZE + _HEADERS), (end - _DESCRIPTORS, end))
+    )
+    has_checksums = any(entry.crc32 for entry in entries)
     members = []
     broken = set()
     at = 0
-    for i, entry in enumerate(seen("members", entries, len(entries))):
-        following = entries[i + 1].header_offset if i + 1 < len(entries) else start
+    for entry, following in zip(seen("members", entries, len(entries)), ends, strict=False):
         if entry.header_offset != at:
             what, expected = "zip members overlap or leave a gap", f"{entry.name!r} at {at}"
             report(_bad(source, entry.header_offset, what, expected, entry.header_offset))
         try:
             data_offset = None
-            if not (is_large and source.skims and _is_spared(source, entry, following, is_large)):
+            if not (source.skims and _is_spared(entry, following, is_large)):
                 data_offset = _plain_place(window, entry, following) or _placed(window, entry, following)
-            members.append(Member._make((*entry[:7], data_offset, following)))
+            members.append(Member._make((*entry[:9], has_checksums, data_offset, following)))
         except InputError as error:
             report(error)
-            members.append(Member._make((*entry[:7], entry.header_offset, entry.header_offset)))
+            members.append(Member._make((*entry[:9], has_checksums, entry.header_offset, entry.header_offset)))
             broken.add(entry.name)
         at = following
     if not members:
@@ -221,34 +244,19 @@ def read_archive(
     if flat and any(member.name == flat for member in members):
         members = [member._replace(name=f"archive/{member.name}") for member in members]
     root = members[0].name.split("/")[0]
-    members = _check_names(source, members, root)
-    return Archive(root, tuple(members), any(member.crc32 for member in members), frozenset(broken))
+    return Archive(root, tuple(_check_names(source, members, root)), has_checksums, frozenset(broken))
 
 
-def _is_spared(source: Readable, entry: Member, following: int, is_large: Callable[[str], bool]) -> bool:
+def _is_spared(entry: Member, end: int, is_large: Callable[[str], bool] | None) -> bool:
     """Return whether to read the local header and descriptor of `entry` only when its data is needed.
 
-    True if `is_large` returns true for its name and the source would need a request for these bytes. `following` is the
-    position of the next member.
+    True if `is_large` returns true for its name and the source would need a request for these bytes. The descriptor
+    ends at `end`.
     """
-    if not is_large(entry.name.partition("/")[2]):
+    if not is_large or not is_large(entry.name.partition("/")[2]):
         return False
-    places = [(entry.header_offset, LOCAL_SIZE + len(entry.name.encode())), (following - _DESCRIPTORS, _DESCRIPTORS)]
-    return any(source.spares(max(at, 0), length, "record header") for at, length in places)
-
-
-def _borders(
-    source: Readable, entries: list[Member], end: int, is_large: Callable[[str], bool] | None
-) -> Iterator[tuple[int, int]]:
-    """Yield the ranges (start, stop) of the headers and descriptors of `entries` that must be read now.
-
-    `entries` are sorted by position. The last of them ends at `end`.
-    """
-    following = [*(entry.header_offset for entry in entries[1:]), end]
-    for entry, stop in zip(entries, following, strict=True):
-        if not (is_large and _is_spared(source, entry, stop, is_large)):
-            yield entry.header_offset, entry.header_offset + LOCAL_SIZE + _HEADERS
-            yield stop - _DESCRIPTORS, stop
+    places = [(entry.header_offset, LOCAL_SIZE + len(entry.name.encode())), (end - _DESCRIPTORS, _DESCRIPTORS)]
+    return any(entry.source.spares(max(at, 0), length, "record header") for at, length in places)
 
 
 class FirstMember(NamedTuple):
@@ -401,7 +409,7 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
     while left:
         length = CENTRAL_SIZE + len(entries[-1].name.encode()) if entries else 0
         alike = min(2 * alike, left, _ALIKE // max(length, 1))
-        if 0 < alike * length <= end - at and (many := _alike(window.read(at, alike * length), length)):
+        if 0 < alike * length <= end - at and (many := _alike(source, window.read(at, alike * length), at, length)):
             entries += many
             at += alike * length
             left -= alike
@@ -430,10 +438,10 @@ def _with_name(fields: str, length: int) -> struct.Struct:
     return struct.Struct(f"{fields}{length}s")
 
 
-def _alike(data: bytes, length: int) -> list[Member]:
+def _alike(source: Readable, data: bytes, at: int, length: int) -> list[Member]:
     """Return the entries in `data`, if each has `length` bytes and is a stored file with nothing after its name.
 
-    Otherwise return an empty list.
+    Otherwise return an empty list. `at` is the position of `data` in `source`.
     """
     form = _with_name("<4s4xHH4xIII8s2xII", length - CENTRAL_SIZE)
     columns = [*zip(*form.iter_unpack(data), strict=True)]
@@ -451,7 +459,8 @@ def _alike(data: bytes, length: int) -> list[Member]:
         names = [name.decode() for name in raw_names]
     except UnicodeDecodeError:
         return []
-    return [*map(Member, names, flags, methods, sums, stored, sizes, offsets)]
+    places = range(at, at + len(data), length)
+    return [*map(Member, repeat(source), names, flags, methods, sums, stored, sizes, offsets, places)]
 
 
 def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) -> Member:
@@ -487,7 +496,7 @@ def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) 
         raise _bad(source, at, f"{name!r} is stored but has two sizes", size, stored_size)
     if size and (name.endswith("/") or attributes & _FOLDER):
         raise _bad(source, at, f"the folder {name!r} has bytes of its own", 0, size)
-    return Member(name, flags, method, crc32, stored_size, size, header_offset)
+    return Member(source, name, flags, method, crc32, stored_size, size, header_offset, at)
 
 
 def _widened(numbers: tuple[int, ...], wide: bytes) -> tuple[int, ...] | None:
@@ -556,7 +565,7 @@ def _check_names(source: Readable, members: list[Member], root: str) -> list[Mem
 
 def _plain_place(window: _Window, entry: Member, following: int) -> int:
     """Return the position of the data of `entry` if its header and descriptor have torch's form, else 0."""
-    name, flags, method, crc32, stored_size, size, at = entry[:7]
+    name, flags, method, crc32, stored_size, size, at = entry[1:8]
     raw_name = name.encode()
     n = len(raw_name)
     form = _with_name("<4s2xHH4x12sHH", n)
@@ -671,15 +680,14 @@ def with_crc32(header: bytes, at: int, crc32: int) -> bytes:
     return header[:at] + crc32.to_bytes(4, "little") + header[at + 4 :]
 
 
-def central_entry(member: Member) -> bytes:
-    """Return the entry of `member`, which is stored, in the central directory."""
-    name, size, offset = member.name.encode(), member.size, member.header_offset
+def central_entry(name: bytes, flags: int, crc32: int, size: int, offset: int) -> bytes:
+    """Return the entry of a stored member in the central directory. Its local header is at `offset`."""
     wide = b""
     if max(size, offset) >= ONES32:
         wide = b"".join(n.to_bytes(8, "little") for n in (size, size, offset) if n >= ONES32)
     extra = struct.pack("<HH", _ZIP64_EXTRA, len(wide)) + wide if wide else b""
     version, shown = 45 if wide else 20, min(size, ONES32)
-    head = (CENTRAL, 0, version, member.flags, STORED, 0, 0, member.crc32, shown, shown, len(name), len(extra))
+    head = (CENTRAL, 0, version, flags, STORED, 0, 0, crc32, shown, shown, len(name), len(extra))
     return CENTRAL_FIELDS.pack(*head, 0, 0, 0, 0, min(offset, ONES32)) + name + extra
 
 

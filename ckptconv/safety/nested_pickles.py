@@ -182,9 +182,9 @@ def pickles_in(value: Value | Encoded, blobs: Readable, most: int) -> Iterator[I
 
 
 def pickles_in_member(
-    held: Readable, member: Member, name: str, most: int, depth: int = LIMITS.nested_pickles
+    member: Member, name: str, most: int, depth: int = LIMITS.nested_pickles
 ) -> Iterator[Inner | int]:
-    """Yield the pickles in `member` of the archive `held`, and numbers as :func:`pickles_in` does.
+    """Yield the pickles in `member` of an archive, and numbers as :func:`pickles_in` does.
 
     Nothing is yielded unless `name` is that of a pickle (:func:`_is_pickle`), or the member starts like a file of torch
     or NumPy.
@@ -201,11 +201,11 @@ def pickles_in_member(
         InputError: The archive has a fault.
     """
     if not _is_pickle(name):
-        head = _head_of(held, member)
+        head = _head_of(member)
         if not (torch_zip.looks_like(head) or looks_like_legacy(head) or head.startswith(_NUMPY)):
             return
     yield -member.size  # more bytes to search
-    yield from _pickles_in_file(_opened(held, member), name, most, depth)
+    yield from _pickles_in_file(_opened(member), name, most, depth)
 
 
 def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) -> Iterator[Inner | int]:
@@ -227,19 +227,19 @@ def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) ->
             raise Undecidable("archives nested too deeply")
         for member in _members(held):
             inner = f"{name}: {member.name}" if name else member.name
-            yield from _member(held, member, inner, most, depth - 1)
+            yield from _member(member, inner, most, depth - 1)
     else:
         known = name or ("torch file" if looks_like_legacy(head) else "pickle")
         yield from pickles_from(held, known, LIMITS.pickles_inside, most)
 
 
-def _member(held: Readable, member: Member, name: str, most: int, depth: int) -> Iterator[Inner | int]:
+def _member(member: Member, name: str, most: int, depth: int) -> Iterator[Inner | int]:
     """Yield the same as :func:`pickles_in_member`.
 
     Raise Undecidable in place of InputError if the archive has a fault.
     """
     try:
-        yield from pickles_in_member(held, member, name, most, depth)
+        yield from pickles_in_member(member, name, most, depth)
     except InputChangedError:
         raise
     except InputError:
@@ -247,16 +247,16 @@ def _member(held: Readable, member: Member, name: str, most: int, depth: int) ->
         raise Undecidable("an archive that cannot be read") from None
 
 
-def is_numpy(held: Readable, member: Member) -> bool:
-    """Return whether `member` of the archive `held` starts like a NumPy file, as ``numpy.load`` checks it."""
-    return member.size > len(_NUMPY) and _head_of(held, member).startswith(_NUMPY)
+def is_numpy(member: Member) -> bool:
+    """Return whether `member` of an archive starts like a NumPy file, as ``numpy.load`` checks it."""
+    return member.size > len(_NUMPY) and _head_of(member).startswith(_NUMPY)
 
 
-def _head_of(held: Readable, member: Member) -> bytes:
-    """Return the first 64 bytes of `member` of the archive `held`. Raises InputError."""
+def _head_of(member: Member) -> bytes:
+    """Return the first 64 bytes of `member` of an archive. Raises InputError."""
     if member.method == STORED:
-        return held.read(member.data_start(held), min(_HEAD, member.size))
-    stream = Inflate(ByteRange(held, member.data_start(held), member.stored_size), member.size, None)
+        return member.stored().read(0, min(_HEAD, member.size))
+    stream = Inflate(ByteRange(member.source, member.data_start(), member.stored_size), member.size, None)
     return next(inflated(stream), b"")[:_HEAD]
 
 
@@ -374,14 +374,14 @@ def _want_checkpoints(names: list[str]) -> None:
         raise _OtherArchive
 
 
-def _opened(held: Readable, member: Member) -> Readable:
-    """Return `member` of the archive `held` as a source. A deflated member is inflated in memory.
+def _opened(member: Member) -> Readable:
+    """Return `member` of an archive as a source. A deflated member is inflated in memory.
 
     Raises Undecidable if the inflated member is too long, and InputError if the archive has a fault.
     """
     if member.method == STORED:
-        return SliceSource(held, member.data_start(held), member.size)
+        return member.stored()
     if member.size > min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes):
         raise Undecidable("a pickle that is too long to check")
-    stream = Inflate(ByteRange(held, member.data_start(held), member.stored_size), member.size, None)
-    return BytesSource(b"".join(inflated(stream)), held.path)
+    stream = Inflate(ByteRange(member.source, member.data_start(), member.stored_size), member.size, None)
+    return BytesSource(b"".join(inflated(stream)), member.source.path)

@@ -277,14 +277,14 @@ class _Search:
         if isinstance(archive, torch_zip.ExportedProgram):
             archive, folder = archive.archive, "data/weights"
         known = {torch_zip.PICKLE, *checkpoint.beside, *(f"{folder}/{key}" for key in checkpoint.storages)}
-        for name, member in archive.names().items() if isinstance(archive, Archive) else ():
+        for name, member in archive.names.items() if isinstance(archive, Archive) else ():
             is_asked = self.storages and name != torch_zip.PICKLE
-            if name in known and not (is_asked and is_numpy(checkpoint.source, member)):
+            if name in known and not (is_asked and is_numpy(member)):
                 continue
             self.left = LIMITS.nested_pickles * member.size
             work().grant(member.stored_size)
             try:
-                for inner in pickles_in_member(checkpoint.source, member, name, self.left):
+                for inner in pickles_in_member(member, name, self.left):
                     if not isinstance(inner, int):
                         self.inside += 1
                         self.graph(inner.graph, _Where(inner.graph, f"{inner.name}: "), inner.source, 1)

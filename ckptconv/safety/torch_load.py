@@ -147,7 +147,7 @@ def _zip_reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Itera
 
 def _record_reasons(checkpoint: Checkpoint, archive: Archive, rules: Rules) -> Iterator[Reason]:
     """Yield reasons from the records that torch's reader of archives checks, apart from the pickle and the storages."""
-    names = archive.names()
+    names = archive.names
     root = archive.root.encode()
     if len(root) >= _LONGEST_NAME:
         yield Reason(
@@ -204,7 +204,7 @@ def _short_record(checkpoint: Checkpoint, member: Member) -> bytes:
     """Return the content of the record `member`. Raise MalformedError if it is longer than a short record may be."""
     if member.size > LIMITS.inline_bytes:
         raise MalformedError("the record is too long", where=f"{checkpoint.source.path}: {member.name}")
-    return record_bytes(checkpoint.source, member, f"{checkpoint.source.path}: {member.name}", checked=False)
+    return record_bytes(member._replace(checked=False))
 
 
 def _deflate_reasons(checkpoint: Checkpoint) -> Iterator[Reason]:

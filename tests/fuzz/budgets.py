@@ -335,7 +335,7 @@ def _measure(command: str, path: Path) -> None:
         try:
             if command == "parse":
                 with Source(each) as source, gc_paused():
-                    read_pickle(source, read_archive(source).names()["data.pkl"], "data.pkl", checked=True)
+                    read_pickle(read_archive(source).names["data.pkl"])
             elif command == "diff":
                 shutil.copy(each, path.parent / "copy.pt")
                 ckptconv.diff(each, path.parent / "copy.pt")

@@ -6,7 +6,6 @@ checksum, and in the serialization id. All other bytes are compared with those o
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,9 +19,7 @@ from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.errors import DangerousError, UnsupportedError, some
 from ckptconv.formats import torch_zip
 from ckptconv.formats.zip_archive import (
-    CENTRAL,
     CENTRAL_CRC32,
-    CENTRAL_SIZE,
     DESCRIPTOR,
     HAS_DESCRIPTOR,
     LOCAL_CRC32,
@@ -31,7 +28,6 @@ from ckptconv.formats.zip_archive import (
 from ckptconv.light_dataclass import dataclass
 
 _ID = ".data/serialization_id"
-_LENGTHS_IN_ENTRY = struct.Struct("<28x3H")
 _MOST = 16  # files of one size that are remembered
 
 
@@ -46,36 +42,44 @@ class ChunkFile(NamedTuple):
     is_little_endian: bool
 
 
+class _Record(NamedTuple):
+    """A record that may differ: its position in the file, and the two positions of its checksum in ``_Known.rest``."""
+
+    offset: int
+    length: int
+    in_header: int
+    in_entry: int
+
+
 @dataclass(frozen=True)
 class _Known:
     """A file that was parsed, with which other files are compared.
 
     Attributes:
         rest: The bytes before and after its storage, with zeros at `blanks`.
-        records: The offset and the length of each record that may differ, the storage first.
-        checksums: For each of these records, the two offsets of its checksum in `rest`. The two must be equal.
+        records: The records that may differ, the storage first.
         blanks: The slices of `rest` that may differ.
         file: The content of the file.
     """
 
     rest: bytes
-    records: tuple[tuple[int, int], ...]
-    checksums: tuple[tuple[int, int], ...]
-    blanks: tuple[slice, ...]
+    records: list[_Record]
+    blanks: list[slice]
     file: ChunkFile
 
     def records_of(self, window: SliceSource) -> list[ByteRange] | None:
         """Return the ranges of the records in `window`, a file of the same size, with their checksums.
 
-        Return None if `window` differs from the known file in other bytes.
+        Return None if the two checksums of a record differ, or if `window` differs from the known file in other bytes.
         """
-        rest = _without(window, *self.records[0])
-        numbers = [(rest[a : a + 4], rest[b : b + 4]) for a, b in self.checksums]
-        if any(a != b for a, b in numbers) or _blanked(rest, self.blanks) != self.rest:
+        rest = _without(window, *self.records[0][:2])
+        if any(rest[a : a + 4] != rest[b : b + 4] for _, _, a, b in self.records):
+            return None
+        if _blanked(rest, self.blanks) != self.rest:
             return None
         return [
-            ByteRange(window.of, window.offset + at, length, int.from_bytes(number, "little"))
-            for (at, length), (number, _) in zip(self.records, numbers, strict=True)
+            ByteRange(window.of, window.offset + at, length, int.from_bytes(rest[a : a + 4], "little"))
+            for at, length, a, _ in self.records
         ]
 
 
@@ -105,7 +109,7 @@ class ChunkFiles:
             kind = DangerousError if any(map(is_dangerous, unknown)) else UnsupportedError
             raise kind(
                 "the file of a chunk contains classes that no tensor needs",
-                where=f"{window.path} at byte {window.offset:,}",
+                where=where_of(window),
                 got=some([str(node) for node in unknown] or ["an extension code"]),
                 hint="do not load it unless you trust who made it",
             )
@@ -115,6 +119,11 @@ class ChunkFiles:
         if len(known) < _MOST and (new := _remembered(checkpoint, file, window)):
             known.append(new)
         return file
+
+
+def where_of(window: SliceSource) -> str:
+    """Return the name and the position of `window` for errors."""
+    return f"{window.path} at byte {window.offset:,}"
 
 
 def in_file(data: Data, window: SliceSource) -> Data:
@@ -138,30 +147,28 @@ def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: SliceSource) ->
     if not isinstance(archive, Archive) or not isinstance(file.data, ByteRange) or file.data.crc32 is None:
         return None
     start, length = file.data.offset - window.offset, file.data.length
-    members = archive.names()
-    storage = next((member for member in members.values() if member.data_start(window) == start and member.size), None)
-    entries = _entries(archive, window)
-    records, checksums, blanks = [], [], []
+    members = archive.names
+    storage = next((member for member in members.values() if member.data_start() == start and member.size), None)
+    records: list[_Record] = []
+    blanks: list[slice] = []
+
+    def in_rest(at: int) -> int:
+        """Return the position `at` of the file, which is not in the storage, in the bytes around the storage."""
+        return at if at < start else at - length
+
     for member in filter(None, [storage, members.get(_ID)]):
-        at = member.header_offset + LOCAL_CRC32
+        at, offset = member.header_offset + LOCAL_CRC32, member.data_start()
         if member.flags & HAS_DESCRIPTOR:
-            at = member.data_start(window) + member.stored_size + len(DESCRIPTOR)
+            at = offset + member.stored_size + len(DESCRIPTOR)
             if window.read(at - len(DESCRIPTOR), len(DESCRIPTOR)) != DESCRIPTOR:
                 return None
-        # Members that are so damaged that the archive was read without them can be in between.
-        if member.name not in entries:
-            return None
-        places = [each if each < start else each - length for each in (at, entries[member.name] + CENTRAL_CRC32)]
-        checksums.append((places[0], places[1]))
-        blanks += [slice(place, place + 4) for place in places]
-        records.append((member.data_start(window), member.size))
+        records.append(_Record(offset, member.size, in_rest(at), in_rest(member.entry_offset + CENTRAL_CRC32)))
+        blanks += [slice(place, place + 4) for place in records[-1][2:]]
         if member is not storage:
-            place = records[-1][0] - (length if records[-1][0] > start else 0)
-            blanks.append(slice(place, place + member.size))
+            blanks.append(slice(in_rest(offset), in_rest(offset) + member.size))
     if storage is None:
         return None
-    rest = _blanked(_without(window, start, length), tuple(blanks))
-    return _Known(rest, tuple(records), tuple(checksums), tuple(blanks), file)
+    return _Known(_blanked(_without(window, start, length), blanks), records, blanks, file)
 
 
 def _without(window: SliceSource, start: int, length: int) -> bytes:
@@ -170,20 +177,7 @@ def _without(window: SliceSource, start: int, length: int) -> bytes:
     return window.read(0, start) + window.read(end, window.size - end)
 
 
-def _entries(archive: Archive, window: SliceSource) -> dict[str, int]:
-    """Return the offset of each member's entry in the central directory, by the member's name."""
-    entries = {}
-    at = max(member.end for member in archive.members)
-    while at + CENTRAL_SIZE <= window.size and window.read(at, len(CENTRAL)) == CENTRAL:
-        name, extra, comment = _LENGTHS_IN_ENTRY.unpack(window.read(at, _LENGTHS_IN_ENTRY.size))
-        if at + CENTRAL_SIZE + name > window.size:
-            break
-        entries[window.read(at + CENTRAL_SIZE, name).decode("utf-8", "replace")] = at
-        at += CENTRAL_SIZE + name + extra + comment
-    return entries
-
-
-def _blanked(data: bytes, blanks: tuple[slice, ...]) -> bytes:
+def _blanked(data: bytes, blanks: list[slice]) -> bytes:
     """Return `data` with zeros at `blanks`."""
     out = bytearray(data)
     for blank in blanks:

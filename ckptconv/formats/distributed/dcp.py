@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count, zip_longest
+from itertools import zip_longest
 from math import prod
 from operator import is_not
 from pathlib import Path
@@ -29,17 +29,16 @@ from ckptconv.checkpoint.blocks import assembled
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, row_major
-from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
-from ckptconv.errors import count as counted
+from ckptconv.errors import InputError, MalformedError, UnsupportedError, count, some
 from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed import megatron
-from ckptconv.formats.distributed.chunk_files import ChunkFiles, in_file
+from ckptconv.formats.distributed.chunk_files import ChunkFiles, in_file, where_of
 from ckptconv.formats.distributed.chunks import Chunk, check_cover, is_apart
 from ckptconv.formats.distributed.metadata import ItemPath, Metadata, TensorItem, read_metadata
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import AT_ONCE, Dict, Effect, List, Object, Value, set_items, walk
+from ckptconv.pickles.graph import Dict, Effect, List, Object, Value, add_elements, set_items, walk
 from ckptconv.stores import first_bytes, list_folder
 
 NAME = "DCP"
@@ -166,7 +165,6 @@ class _Reader:
         self.gone: set[str] = set()  # files that are missing or too short
         self.merger = Merger(folder)
         self.chunk_files = ChunkFiles()
-        self.keys = map(str, count())
 
     def checkpoint(self) -> Checkpoint:
         """Return the checkpoint with all items. An item that cannot be read is reported as a fault and left out."""
@@ -203,7 +201,7 @@ class _Reader:
         checkpoint.unused += self.empty
         if nest.holes:
             checkpoint.notes.append(
-                f"{counted(nest.holes, 'list element')} without a saved value (an empty dict or list): None is used"
+                f"{count(nest.holes, 'list element')} without a saved value (an empty dict or list): None is used"
             )
         if self.of_megatron:
             value = common.value if isinstance(common, _Leaf) else None
@@ -225,8 +223,7 @@ class _Reader:
         if missing:
             self.report(
                 MalformedError(
-                    f"{counted(len(missing), 'file')} of {len(places):,} {'is' if len(missing) == 1 else 'are'}"
-                    " missing",
+                    f"{count(len(missing), 'file')} of {len(places):,} {'is' if len(missing) == 1 else 'are'} missing",
                     where=self.folder.path,
                     got=f"no {some(sorted(missing))}",
                     hint=_COPY,
@@ -255,7 +252,7 @@ class _Reader:
             self.empty.append(LeftBehind(name, source.size - covered, "nothing is stored there"))
         if source.size < end:
             raise MalformedError(
-                f"the file was truncated: {counted(end - source.size, 'byte')} missing",
+                f"the file was truncated: {count(end - source.size, 'byte')} missing",
                 where=self.folder.folder / name,
                 expected=f"at least {end:,} bytes",
                 got=f"{source.size:,}",
@@ -325,9 +322,7 @@ class _Reader:
         if not is_whole:
             raise _Reported("not all of its chunks can be read")
         data = assembled(item.shape, item.dtype.itemsize, placements, self.folder.path)
-        key = next(self.keys)
-        self.merger.records[key] = data
-        return self.merger.calls.tensor(item.dtype, item.shape, key, data.length, *(put_off or ()))
+        return self.merger.tensor(item.dtype, item.shape, data, "cpu", *(put_off or ()))
 
     def placement(self, name: str, item: TensorItem, chunk: Chunk) -> tuple[ChunkPlacement, TensorInfo]:
         """Return the position of the bytes of `chunk`, and the tensor that the chunk's file describes.
@@ -342,14 +337,14 @@ class _Reader:
         if info is None or of is None or info.kind != "strided":
             raise UnsupportedError(
                 f"a chunk of {name!r} is not a plain tensor",
-                where=_where(window),
+                where=where_of(window),
                 got=info.kind if info else None,
                 hint="load it with the framework that wrote it, and save plain tensors",
             )
         if (info.dtype, info.shape) != (item.dtype.name, chunk.sizes):
             raise MalformedError(
                 f"a chunk of {name!r} does not match {METADATA}",
-                where=_where(window),
+                where=where_of(window),
                 expected=f"{item.dtype.name} of shape {chunk.sizes}",
                 got=f"{info.dtype} of shape {info.shape}",
             )
@@ -357,15 +352,11 @@ class _Reader:
         if not isinstance(of, ByteRange) or not fills_storage or not file.is_little_endian:
             raise UnsupportedError(
                 f"a chunk of {name!r} is stored in a way that torch.distributed.checkpoint does not use",
-                where=_where(window),
+                where=where_of(window),
                 expected="all of a storage, little-endian and not compressed",
             )
         stride = row_major(chunk.sizes) if info.contiguous else info.stride
         return ChunkPlacement(of, chunk.offsets, chunk.sizes, stride), info
-
-
-def _where(window: SliceSource) -> str:
-    return f"{window.path} at byte {window.offset:,}"
 
 
 @contextmanager
@@ -470,9 +461,7 @@ class _Nest:
         for at in todo:  # grows meanwhile
             node = nodes[id(at)]
             if at.kind is int:
-                for start in range(0, at.length, AT_ONCE):
-                    members = range(start, min(start + AT_ONCE, at.length))
-                    node.add(Effect("APPENDS", [node_of(at.get(i)) for i in members], None))
+                add_elements(node, [node_of(at.get(i)) for i in range(at.length)])
             else:
                 set_items(node, [each for key, inner in at.items() for each in (key, node_of(inner))])
         return root

@@ -306,7 +306,7 @@ def _chunk_file(checkpoint: Checkpoint, info: TensorInfo, chunk: Chunk) -> OutFi
     dtype = BY_NAME[info.dtype]
     offset = info.offset + chunk.offsets[0] * info.stride[0] if chunk.offsets else info.offset
     rows = replace(info, shape=chunk.sizes, offset=offset, nbytes=dtype.bytes_of(prod(chunk.sizes)))
-    return _saved([Literal(_pickle_of(dtype, chunk.sizes))], {"data/0": piece_of(rows, checkpoint.byteorder)})
+    return _saved([Literal(_pickle_of(dtype, chunk.sizes))], {"0": piece_of(rows, checkpoint.byteorder)})
 
 
 @lru_cache(maxsize=1024)  # a model has many tensors of one shape
@@ -329,16 +329,11 @@ def _object_file(checkpoint: Checkpoint, value: Value) -> OutFile:
     for reference in part.references:
         change_id(reference.node, tag="cpu")
     keys = renumber(part)
-    storages = {f"data/{keys[key]}": storage.data for key, storage in part.storages.items()}
-    return _saved(pickle_pieces(part), storages)
+    return _saved(pickle_pieces(part), {keys[key]: storage.data for key, storage in part.storages.items()})
 
 
 def _saved(pickle: list[Literal | ByteRange], storages: Mapping[str, Piece]) -> OutFile:
-    """Return a file of torch.save with the `pickle` and the `storages`, whose keys are the names of their records."""
+    """Return a file of torch.save with the `pickle` and the `storages` by key."""
     writer = ZipWriter("archive", checked=True)
     writer.pickle(PICKLE, pickle, like=None)
-    writer.record("byteorder", b"little")
-    for name, data in storages.items():
-        writer.storage(name, data)
-    writer.record("version", b"3\n")
-    return writer.finish(Path("archive"))
+    return writer.with_storages(storages, "little").finish(Path("archive"))

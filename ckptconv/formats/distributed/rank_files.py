@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from math import prod
 
 from ckptconv.byteranges.sources import Readable, SourceFolder
@@ -22,10 +21,9 @@ from ckptconv.checkpoint.index import leaf_of
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import partial_notes
-from ckptconv.checkpoint.storage_ids import changed_id, storage_id
+from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.checkpoint.tensor_info import Replica, piece_of, row_major
-from ckptconv.errors import LimitError, MalformedError, UnsupportedError, some
-from ckptconv.errors import count as counted
+from ckptconv.errors import LimitError, MalformedError, UnsupportedError, count, some
 from ckptconv.formats.distributed.chunks import Chunk, check_cover
 from ckptconv.formats.distributed.rank_names import RankSet, are_in, main_set, set_of, sets_in
 from ckptconv.formats.distributed.rank_parts import Part, PartReader, spread_call
@@ -40,8 +38,8 @@ from ckptconv.pickles.graph import (
     Node,
     PersistentId,
     Py2String,
-    Tuple,
     Value,
+    args_of,
     replace_nodes,
     type_of,
 )
@@ -84,7 +82,7 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
         )
     if run.missing:
         raise MalformedError(
-            f"the files of {counted(len(run.missing), 'rank')} of {world:,} are missing",
+            f"the files of {count(len(run.missing), 'rank')} of {world:,} are missing",
             where=folder.folder,
             got=f"no {some(run.missing)}",
             hint=_COPY,
@@ -92,7 +90,7 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
     folder.missing(name for _, name in run.names)  # opens remote files, several at once
     parts = [read_file(folder.open(name)) for _, name in run.names]
     checkpoint = _Reader(folder, parts, world).checkpoint()
-    checkpoint.notes.append(f"put together from {counted(world, 'rank file')}, {run.pattern}")
+    checkpoint.notes.append(f"put together from {count(world, 'rank file')}, {run.pattern}")
     others = [other.pattern for other in sets_in(list_folder(folder.folder)[1]) if other.pattern != run.pattern]
     if folder.is_whole and others:
         inspect = command("inspect", folder.folder / others[0])
@@ -114,7 +112,7 @@ def _chosen(folder: SourceFolder) -> RankSet:
     if chosen is None:
         several = [run.pattern for run in sets_in(names)]
         raise UnsupportedError(
-            f"the rank files of {counted(len(several), 'checkpoint')}",
+            f"the rank files of {count(len(several), 'checkpoint')}",
             where=folder.path,
             got=some(several),
             hint="give one of them: " + command("convert", folder.folder / several[0], Placeholder("OUT")),
@@ -137,9 +135,6 @@ class _Reader:
         self.spread: dict[int, tuple[Place, list[Part]]] = {}
         self.replicas: list[Replica] = []
         self.merger = Merger(folder)
-        self.keys = map(str, count())
-        self.tied: dict[object, str] = {}  # the key of a storage, by the slices that it consists of
-        self.tags: dict[str, str] = {}
         #: The number of steps left. The first file is compared with each other file, so each file counts several times.
         self.left = 4 * sum(part.graph.opcodes for part in parts)
 
@@ -196,18 +191,11 @@ class _Reader:
         check_cover(self.folder.path, place.path, first.shape, [*chunks])
         placements = [placement for placement, _ in chunks.values()]
         data = assembled(first.shape, first.dtype.itemsize, placements, self.folder.path)
-        key = next(self.keys)
-        if placements:
-            key = self.tied.setdefault((first.shape, first.dtype.name, *placements), key)
-        self.merger.records.setdefault(key, data)
         # The storage is on the device of the first rank that has a slice of it.
-        tag = self.tags.setdefault(key, next((part.device for part in parts if part.device), "cpu"))
-        call = self.merger.calls.tensor(first.dtype, first.shape, key, data.length)
-        assert isinstance(call.args, Tuple)
-        call.args.items[4] = first.requires_grad
-        reference = call.args.items[0]
-        assert isinstance(reference, PersistentId)
-        reference.id = changed_id(reference, tag=tag)
+        tag = next((part.device for part in parts if part.device), "cpu")
+        shared = (first.shape, first.dtype.name, *placements) if placements else None
+        call = self.merger.tensor(first.dtype, first.shape, data, tag, shared=shared)
+        args_of(call)[4] = first.requires_grad
         return call
 
 

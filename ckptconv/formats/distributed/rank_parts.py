@@ -14,9 +14,10 @@ from operator import le, mul
 from typing import NamedTuple, NoReturn
 
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
+from ckptconv.checkpoint.blocks import sliced
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, PARAMETER, TensorReader, ints_of, is_spread
-from ckptconv.checkpoint.tensor_info import TensorInfo, row_major
+from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
 from ckptconv.formats.distributed.chunks import Chunk, Cut, Strip, held_sizes, is_apart, steps_of, strips_of
@@ -280,14 +281,9 @@ class PartReader:
                 "the part is not stored as torch.save stores it: it is compressed, repeated, or to be conjugated",
                 needed="as torch.save does by default",
             )
-        sizes = strip.chunk.sizes
         first = local.offset + sum(map(mul, strip.start, local.stride))
-        last = first + sum((size - 1) * step for size, step in zip(sizes, local.stride, strict=True))
-        of = data.slice(first * itemsize, (last - first + 1) * itemsize)
-        assert isinstance(of, ByteRange)
-        dense = row_major(sizes)
-        stride = tuple(own if size == 1 else step for size, step, own in zip(sizes, local.stride, dense, strict=True))
-        return ChunkPlacement(of, strip.chunk.offsets, sizes, stride)
+        stored = ChunkPlacement(data, strip.chunk.offsets, local.shape, local.stride)
+        return sliced(stored, first, strip.chunk.sizes, itemsize)
 
     def _tensor(self, node: Value) -> TensorInfo:
         """Return the description of the plain tensor `node`.

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +196,4 @@ def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]
     shape = tuple(map(max, zip(*ends, strict=True)))
     check_cover(folder, name, shape, [Chunk(placement.offsets, placement.sizes) for placement in placements])
     data = assembled(shape, dtype.itemsize, placements, folder)
-    key = str(len(merger.records))
-    merger.records[key] = data
-    return merger.calls.tensor(dtype, shape, key, prod(shape) * dtype.itemsize)
+    return merger.tensor(dtype, shape, data)

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import chain, count, islice
+from itertools import chain, islice
 from typing import NamedTuple, NoReturn
 
 from ckptconv.byteranges.sources import Readable, SourceFolder
@@ -31,17 +31,14 @@ from ckptconv.checkpoint.blocks import assembled
 from ckptconv.checkpoint.merging import Merger, empty_graph
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import ints_of
-from ckptconv.checkpoint.storage_ids import changed_id
 from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo
 from ckptconv.dtypes import BY_NAME
-from ckptconv.errors import MalformedError, UnsupportedError, some
-from ckptconv.errors import count as counted
+from ckptconv.errors import MalformedError, UnsupportedError, count, some
 from ckptconv.formats.distributed.zero_flat import Cut, Flats, Parameter, Shape
 from ckptconv.formats.distributed.zero_names import ZeroFiles, files_of
 from ckptconv.hints import TRUSTED, Option, Placeholder, command, python_command
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
-    AT_ONCE,
     Call,
     Dict,
     Effect,
@@ -51,6 +48,7 @@ from ckptconv.pickles.graph import (
     Object,
     PersistentId,
     Value,
+    add_elements,
     args_of,
     is_count,
     set_items,
@@ -101,12 +99,7 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
 
 def _refuse_kinds(folder: SourceFolder, files: ZeroFiles) -> None:
     """Raise UnsupportedError if file names show tensor parallelism, pipeline layers or experts."""
-    kinds = {
-        "tensor parallelism": files.parallel,
-        "the layers of a pipeline": files.layers,
-        "the experts of a mixture": files.experts,
-    }
-    for what, names in kinds.items():
+    for what, names in files.others.items():
         if names:
             raise _refusal(folder, files, what, some(names))
 
@@ -143,7 +136,7 @@ def _check_ranks(folder: SourceFolder, files: ZeroFiles, first: _Rank) -> None:
             names = [f"{f'zero_pp_rank_{r}_' if r >= 0 else ''}mp_rank_00_{what}_states.pt" for r in missing]
             are = "is" if len(missing) == 1 else "are"
             raise MalformedError(
-                f"{counted(len(missing), 'file')} of {len(every):,} ranks {are} missing"
+                f"{count(len(missing), 'file')} of {len(every):,} ranks {are} missing"
                 if missing
                 else f"there are more files than ranks in the run, which has {len(every):,}",
                 where=folder.folder / files.tag,
@@ -397,7 +390,6 @@ class _Reader:
         self.models, self.ranks = models, ranks
         self.model, self.first = models[0], ranks[0]
         self.merger = Merger(folder)
-        self.keys = map(str, count())
         self.is_lightning = _LIGHTNING in self.model.root
         self.without: set[Value] = set()  # names of weights without elements that are in no file
 
@@ -488,16 +480,10 @@ class _Reader:
             if span is not flat.data and flat.data.crc32 is not None:
                 verified[id(flat.data)] = flat.data
             numel += cut.numel
-        key = next(self.keys)
         data = assembled((numel,), dtype.itemsize, placements, self.folder.path, (*verified.values(),))
-        self.merger.records[key] = data
-        call = self.merger.calls.tensor(dtype, shape, key, data.length)
         storage = flats[0].info.storage if flats else None
-        if storage:  # the tensor is on the device of the rank that has its first part
-            reference = args_of(call)[0]
-            assert isinstance(reference, PersistentId)
-            reference.id = changed_id(reference, tag=storage.device)
-        return call
+        # the tensor is on the device of the rank that has its first part
+        return self.merger.tensor(dtype, shape, data, storage.device if storage else "cpu")
 
     def flats_of(self, parameter: Parameter) -> list[_Flat]:
         """Return the flat fp32 tensor of each cut of `parameter`.
@@ -673,8 +659,8 @@ class _Reader:
         stage = f"stage {self.first.stage}" if "zero_stage" in self.first.fields else "the BF16 optimizer"
         version = _plain(self.model.root.get("ds_version"))
         about = (
-            f"put together from {counted(len(self.ranks), 'rank')} of DeepSpeed {version} ({stage}, tag"
-            f" {self.files.tag or self.folder.folder.name}): {counted(parameters, 'parameter')} in fp32"
+            f"put together from {count(len(self.ranks), 'rank')} of DeepSpeed {version} ({stage}, tag"
+            f" {self.files.tag or self.folder.folder.name}): {count(parameters, 'parameter')} in fp32"
         )
         typed = (self.folder.path, Placeholder("OUT"))
         weights = command("convert", *typed, Option("state_dict"))
@@ -701,11 +687,7 @@ def _in_place_of(old: Value, new: Value) -> Value:
 
 def _list(given: Iterable[Value]) -> List:
     """Return a list node with the elements `given`."""
-    values = [*given]
-    made = List()
-    for at in range(0, len(values), AT_ONCE):
-        made.add(Effect("APPENDS", values[at : at + AT_ONCE], None))
-    return made
+    return add_elements(List(), [*given])
 
 
 def _plain(value: Value) -> object:

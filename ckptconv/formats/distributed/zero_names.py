@@ -27,6 +27,7 @@ _FILE = regex(r"(?:(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{2,
 #: Files of the layers of a pipeline, and of experts.
 _LAYER = regex(r"layer_[0-9]+-model_[0-9]+-model_states\.pt")
 _EXPERT = regex(r"(?:layer_[0-9]+_expert_[0-9]+|expp_rank_[0-9]+)_mp_rank_[0-9]+_(?:model|optim)_states\.pt")
+_PARALLEL, _LAYERS, _EXPERTS = "tensor parallelism", "the layers of a pipeline", "the experts of a mixture"
 _LATEST, _LIGHTNING = "latest", "checkpoint"
 _BESIDE = (_LATEST, "zero_to_fp32.py", "zero_to_torch.py")
 _TAG = 1024  # bytes: the longest path of a tag that is read
@@ -39,17 +40,13 @@ class ZeroFiles(NamedTuple):
         tag: The path of their folder relative to the given folder. Empty if they are in the given folder.
         models: The rank and the name of each file with model states, sorted by rank. Rank -1 is the file for all ranks.
         optims: The same for optimizer states.
-        parallel: The files of ranks of tensor parallelism above 0.
-        layers: The files of the layers of a pipeline.
-        experts: The files of experts.
+        others: The names of files that cannot be merged, by a description of their contents.
     """
 
     tag: str
     models: list[tuple[int, str]]
     optims: list[tuple[int, str]]
-    parallel: list[str]
-    layers: list[str]
-    experts: list[str]
+    others: dict[str, list[str]]
 
     def path(self, name: str) -> str:
         """Return the path of the file `name` relative to the given folder."""
@@ -72,7 +69,7 @@ def files_of(folder: Path) -> ZeroFiles | None:
     """
     folders, names = list_folder(folder)
     files = _files("", names)
-    if files.optims or files.experts:
+    if files.optims or files.others[_EXPERTS]:
         return files
     tag = _LIGHTNING if _LIGHTNING in folders else ""
     if _LATEST in names:
@@ -85,7 +82,7 @@ def files_of(folder: Path) -> ZeroFiles | None:
     except (InputError, ValueError):
         files = _files(tag, [])
     is_run = "zero_to_fp32.py" in names and _LATEST in names and not files.models
-    return files if files.optims or files.experts or is_run else None
+    return files if files.optims or files.others[_EXPERTS] or is_run else None
 
 
 def is_part(name: str) -> bool:
@@ -104,17 +101,15 @@ def as_folders(paths: Iterable[str]) -> list[str]:
 
 
 def _files(tag: str, names: list[str]) -> ZeroFiles:
-    files = ZeroFiles(tag, [], [], [], [], [])
+    files = ZeroFiles(tag, [], [], {_PARALLEL: [], _LAYERS: [], _EXPERTS: []})
     for name in names:
-        if parts := _FILE.fullmatch(name):
-            if int(parts[2]):
-                files.parallel.append(name)
-            elif parts[3] == "model" or parts[1]:
+        parts = _FILE.fullmatch(name)
+        if parts and not int(parts[2]):
+            if parts[3] == "model" or parts[1]:
                 (files.models if parts[3] == "model" else files.optims).append((int(parts[1] or -1), name))
-        elif _LAYER.fullmatch(name):
-            files.layers.append(name)
-        elif _EXPERT.fullmatch(name):
-            files.experts.append(name)
+        elif parts or is_part(name):
+            what = _PARALLEL if parts else _LAYERS if _LAYER.fullmatch(name) else _EXPERTS
+            files.others[what].append(name)
     files.models.sort()
     files.optims.sort()
     return files

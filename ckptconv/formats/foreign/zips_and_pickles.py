@@ -13,6 +13,8 @@ pages of TorchServe, Stable-Baselines and Stable-Baselines3, Keras' ``save_model
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import chain
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals
@@ -71,8 +73,7 @@ def refuse_foreign_zips(source: Readable, names: list[str]) -> None:
     if _PICKLE in below and below.isdisjoint(_NO_CHECKPOINT):
         return
     path = str(source.path)
-    kinds = [*_kinds_of_torch(path, names, below), *_other_kinds(path, names)]
-    error = next(error for fits, error in kinds if fits)
+    error = next(chain(_kinds_of_torch(path, names, below), _other_kinds(path, names)))
     error.where = source.path
     raise error
 
@@ -84,115 +85,77 @@ _PACKAGE = ".data/extern_modules"
 _NO_CHECKPOINT = ("attributes.pkl", "archive_format", _PROGRAM, _PACKAGE)
 
 
-def _kinds_of_torch(path: str, names: list[str], below: frozenset[str]) -> list[tuple[object, InputError]]:
-    """Return, for each kind of torch archive that is not a checkpoint, whether it fits, and the error.
+def _kinds_of_torch(path: str, names: list[str], below: frozenset[str]) -> Iterator[InputError]:
+    """Yield the error for each kind of torch archive that is not a checkpoint, if the archive at `path` is of it.
 
     `names` are the members, and `below` their names without the root folder, in lower case.
     """
+    has_code = "model.json" in below and any(name.startswith("code/") for name in below)  # torch 1.0 to 1.2
+    if has_code or not below.isdisjoint(("constants.pkl", "attributes.pkl")):
+        weights = saved_by_torch(f'torch.jit.load({literal(path)}, map_location="cpu").state_dict()')
+        yield UnsupportedError(
+            "a TorchScript archive from torch before 1.3, which today's torch does not read either",
+            hint="save only its weights, with torch 1.13, which reads it: " + weights,
+        )
+    # torch.export.load wants a program, and finds none next to the machine code
     folders = {name.rpartition("/")[0] for name in below}
-    return [
-        (
-            ("model.json" in below and any(name.startswith("code/") for name in below))  # torch 1.0 to 1.2
-            or not below.isdisjoint(("constants.pkl", "attributes.pkl")),
-            UnsupportedError(
-                "a TorchScript archive from torch before 1.3, which today's torch does not read either",
-                hint="save only its weights, with torch 1.13, which reads it: "
-                + saved_by_torch(f'torch.jit.load({literal(path)}, map_location="cpu").state_dict()'),
-            ),
-        ),
-        (  # torch.export.load wants a program, and finds none next to the machine code
-            "models" not in folders and any(folder.startswith("data/aotinductor/") for folder in folders),
-            UnsupportedError(
-                "a .pt2 archive of AOTInductor, which contains a compiled program",
-                hint="save the weights of the model that it was compiled from",
-            ),
-        ),
-        (
-            not below.isdisjoint(("archive_format", _PROGRAM)) or _PROGRAM in names,
-            ExportedError(
-                "a .pt2 archive (torch.export), which contains a program, not only weights",
-                hint=f"{TRUSTED}, save only its weights: "
-                + saved_by_torch(f"torch.export.load({literal(path)}).state_dict"),
-            ),
-        ),
-        (
-            _PACKAGE in below,
-            UnsupportedError(
-                "a torch.package archive, which contains a program, not only weights",
-                hint="load it with torch.package.PackageImporter, which runs its code, and save its state dict",
-            ),
-        ),
-        (
-            _PICKLE in names,
-            MalformedError(
-                "torch's records without the folder that they must be in",
-                expected=f"a member FOLDER/{_PICKLE}",
-                hint=f"zip them again: {shell('unzip', path, '-d', 'out')} && "
-                + python_command("-m", "zipfile", "-c", "out.pt", "out"),
-            ),
-        ),
-    ]
+    if "models" not in folders and any(folder.startswith("data/aotinductor/") for folder in folders):
+        yield UnsupportedError(
+            "a .pt2 archive of AOTInductor, which contains a compiled program",
+            hint="save the weights of the model that it was compiled from",
+        )
+    if not below.isdisjoint(("archive_format", _PROGRAM)) or _PROGRAM in names:
+        weights = saved_by_torch(f"torch.export.load({literal(path)}).state_dict")
+        yield ExportedError(
+            "a .pt2 archive (torch.export), which contains a program, not only weights",
+            hint=f"{TRUSTED}, save only its weights: " + weights,
+        )
+    if _PACKAGE in below:
+        yield UnsupportedError(
+            "a torch.package archive, which contains a program, not only weights",
+            hint="load it with torch.package.PackageImporter, which runs its code, and save its state dict",
+        )
+    if _PICKLE in names:
+        zipped = python_command("-m", "zipfile", "-c", "out.pt", "out")
+        yield MalformedError(
+            "torch's records without the folder that they must be in",
+            expected=f"a member FOLDER/{_PICKLE}",
+            hint=f"zip them again: {shell('unzip', path, '-d', 'out')} && " + zipped,
+        )
 
 
-def _other_kinds(path: str, names: list[str]) -> list[tuple[object, InputError]]:
-    """Return, for each kind of archive of other programs, whether it fits, and the error. The last kind always fits."""
+def _other_kinds(path: str, names: list[str]) -> Iterator[InputError]:
+    """Yield the error for each kind of archive of other programs that fits. The last kind always fits."""
     members = set(names)
     checkpoint = next((name for name in names if name.endswith(CHECKPOINT_SUFFIXES)), None)
     listed = some([name[:80] for name in dict.fromkeys(names)])
-    arrays = saved_by_torch(f"{{k: torch.from_numpy(v) for k, v in numpy.load({literal(path)}).items()}}", "numpy")
 
-    def unzip(purpose: str, name: str | None) -> str:
-        """Return a hint with the command that extracts the member `name` for `purpose`.
+    def inside(what: str, purpose: str, name: str | None) -> UnsupportedError:
+        """Return the error about `what`, with the command that extracts the member `name` for `purpose`.
 
         The command extracts all members if `name` is None or could be misread as an option or a pattern.
         """
-        if name and _TAME.fullmatch(name):
-            return f"{purpose}: {shell('unzip', path, name)}"
-        return f"{purpose if name else 'unpack it'}: {shell('unzip', path)}"
+        command = shell("unzip", path, *([name] if name and _TAME.fullmatch(name) else []))
+        return UnsupportedError(what, hint=f"{purpose if name else 'unpack it'}: {command}")
 
-    return [
-        (
-            "MAR-INF/MANIFEST.json" in members,
-            UnsupportedError(
-                "a TorchServe model archive (.mar), which contains a program and a checkpoint",
-                hint=unzip("take the checkpoint out", checkpoint),
-            ),
-        ),
-        (
-            members >= {"data", "parameters", "parameter_list"},
-            UnsupportedError(
-                "a model of Stable-Baselines 2 (TensorFlow), its weights as NumPy arrays inside a zip",
-                hint=unzip("take them out", "parameters"),
-            ),
-        ),
-        (
-            members >= {"data", "policy.pth"},
-            UnsupportedError(
-                "a model of Stable-Baselines3, its checkpoints inside a zip", hint=unzip("take one out", "policy.pth")
-            ),
-        ),
-        (
-            members >= {"config.json", "metadata.json", "model.weights.h5"},
-            UnsupportedError("a Keras model (.keras)", hint="load it with Keras and save its weights with torch"),
-        ),
-        (
-            names and all(name.endswith(".npy") for name in names),
-            UnsupportedError(f"NumPy arrays (.npz): {listed}", hint="save them with torch: " + arrays),
-        ),
-        (
-            checkpoint,
-            UnsupportedError(
-                f"a zip archive with a checkpoint in it: {checkpoint}", hint=unzip("take it out", checkpoint)
-            ),
-        ),
-        (
-            True,
-            UnsupportedError(
-                f"a zip archive, but not of torch: {listed or 'it is empty'}",
-                expected=f"a member FOLDER/{_PICKLE}",
-            ),
-        ),
-    ]
+    if "MAR-INF/MANIFEST.json" in members:
+        what = "a TorchServe model archive (.mar), which contains a program and a checkpoint"
+        yield inside(what, "take the checkpoint out", checkpoint)
+    if members >= {"data", "parameters", "parameter_list"}:
+        what = "a model of Stable-Baselines 2 (TensorFlow), its weights as NumPy arrays inside a zip"
+        yield inside(what, "take them out", "parameters")
+    if members >= {"data", "policy.pth"}:
+        yield inside("a model of Stable-Baselines3, its checkpoints inside a zip", "take one out", "policy.pth")
+    if members >= {"config.json", "metadata.json", "model.weights.h5"}:
+        yield UnsupportedError("a Keras model (.keras)", hint="load it with Keras and save its weights with torch")
+    if names and all(name.endswith(".npy") for name in names):
+        arrays = f"{{k: torch.from_numpy(v) for k, v in numpy.load({literal(path)}).items()}}"
+        hint = "save them with torch: " + saved_by_torch(arrays, "numpy")
+        yield UnsupportedError(f"NumPy arrays (.npz): {listed}", hint=hint)
+    if checkpoint:
+        yield inside(f"a zip archive with a checkpoint in it: {checkpoint}", "take it out", checkpoint)
+    what = f"a zip archive, but not of torch: {listed or 'it is empty'}"
+    yield UnsupportedError(what, expected=f"a member FOLDER/{_PICKLE}")
 
 
 # Truncated and displaced zips

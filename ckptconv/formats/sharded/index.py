@@ -22,13 +22,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable, Source, SourceFolder
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import LeftBehind
-from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
+from ckptconv.errors import InputError, MalformedError, RefusedError, check_limit, count, some
 from ckptconv.formats.safetensors_header import StrictJson, check_nesting
 from ckptconv.formats.writers import WRITERS, HubName, split_suffix
 from ckptconv.hints import shell
@@ -351,15 +351,11 @@ class Index:
 
 def read_index(source: Readable) -> Index:
     """Return the index in `source`. Raises MalformedError, LimitError."""
-    return _Reader(source).index()
+    return _Reader(source, source.path, _WITHOUT).index()
 
 
 class _Reader(StrictJson):
     """A reader of an index."""
-
-    def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
-        """Raise MalformedError with this message. Its hint says to download the index again or delete it."""
-        raise MalformedError(what, where=self.source.path, expected=expected, got=got, hint=_WITHOUT)
 
     def index(self) -> Index:
         """Read, check and return the index.
@@ -388,25 +384,14 @@ class _Reader(StrictJson):
             if not shard.endswith(suffix):
                 what = "a shard is of another format than its index"
                 self.fail(what, expected=f"a name with {suffix}", got=repr(shard))
-        if len(shards) > LIMITS.shards:
-            raise LimitError(
-                "the index names too many shards",
-                where=self.source.path,
-                expected=f"at most {LIMITS.shards:,}",
-                got=f"{len(shards):,}",
-            )
+        check_limit("the index names too many shards", len(shards), LIMITS.shards, where=self.where)
         return Index(metadata, weight_map, tuple(key for key in top if key not in ("metadata", "weight_map")))
 
     def parsed(self) -> Any:
         """Return the JSON value of the file, which can be of any type. Raises LimitError if the file is too long."""
         size = self.source.size
-        if size > LIMITS.safetensors_header:  # an index has less about each tensor than a header
-            raise LimitError(
-                "the index is too long",
-                where=self.source.path,
-                expected=f"at most {LIMITS.safetensors_header:,} bytes",
-                got=f"{size:,}",
-            )
+        # an index has less about each tensor than a header
+        check_limit("the index is too long", size, LIMITS.safetensors_header, "bytes", where=self.where)
         return self.json(self.source.read(0, size), commas=LIMITS.header_quotes)
 
     def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

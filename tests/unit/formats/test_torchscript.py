@@ -473,7 +473,7 @@ def test_damage_is_found(save: Save, method: int, record: str) -> None:
     path = save(traced(Net(), torch.ones(1, 3, 5, 5)))
     archive = read(rezip(path, path, method=method)).container
     assert isinstance(archive, Archive)
-    member = next(member for name, member in archive.names().items() if re.match(record, name))
+    member = next(member for name, member in archive.names.items() if re.match(record, name))
     flip_bit(path, (member.data_offset or 0) + member.stored_size // 2)
     unreadable(path, MalformedError)
 

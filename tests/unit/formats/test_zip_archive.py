@@ -212,7 +212,7 @@ def test_sound_archives_are_read(read: Read, kind: str) -> None:
 def test_folders_are_read(read: Read) -> None:
     """Entries for folders are members without bytes."""
     data = zip_of({"m/": b"", "m/data/": b"", "m/data.pkl": b"N."})
-    assert list(read(data).names()) == ["", "data/", "data.pkl"]
+    assert list(read(data).names) == ["", "data/", "data.pkl"]
 
 
 def test_archives_of_torch_are_read(read: Read) -> None:
@@ -220,7 +220,7 @@ def test_archives_of_torch_are_read(read: Read) -> None:
     data = saved({"w": torch.arange(5.0)})
     archive = read(data)
     assert archive.has_checksums
-    assert archive.names()["data/0"].data_offset == data_of(data, f"{archive.root}/data/0")
+    assert archive.names["data/0"].data_offset == data_of(data, f"{archive.root}/data/0")
     assert {member.flags for member in archive.members} == {0x808}
 
 
@@ -231,15 +231,15 @@ def test_directories_of_all_sizes_are_read(read: Read, count: int) -> None:
     assert [member.name for member in read(zip_of(dict.fromkeys(names, b"x"))).members] == names
 
 
-def stored_member(name: str, crc32: int, size: int, offset: int) -> zip_archive.Member:
-    """Return a stored member with the flag UTF8."""
-    return zip_archive.Member(name, zip_archive.UTF8, zip_archive.STORED, crc32, size, size, offset)
+def entry_of(name: str, crc32: int, size: int, offset: int) -> bytes:
+    """Return the entry of a stored member with the flag UTF8 in the central directory."""
+    return zip_archive.central_entry(name.encode(), zip_archive.UTF8, crc32, size, offset)
 
 
-def directory_of(members: list[zip_archive.Member], start: int) -> bytes:
-    """Return the central directory of `members` with its end records."""
-    entries = b"".join(map(zip_archive.central_entry, members))
-    return entries + zip_archive.end_records(len(members), len(entries), start)
+def directory_of(entries: list[bytes], start: int) -> bytes:
+    """Return the central directory of `entries` with its end records."""
+    listed = b"".join(entries)
+    return listed + zip_archive.end_records(len(entries), len(listed), start)
 
 
 def test_what_the_writer_writes_the_reader_reads(read: Read) -> None:
@@ -247,7 +247,7 @@ def test_what_the_writer_writes_the_reader_reads(read: Read) -> None:
     entries, out = [], b""
     for i, content in enumerate((b"", b"x" * 100)):
         name = f"m/é{i}".encode()
-        entries.append(stored_member(name.decode(), zlib.crc32(content), len(content), len(out)))
+        entries.append(entry_of(name.decode(), zlib.crc32(content), len(content), len(out)))
         out += zip_archive.local_header(name, zlib.crc32(content), len(content), 4 + i) + content
     out += directory_of(entries, len(out))
     assert [(member.name, member.size) for member in read(out).members] == [("m/é0", 0), ("m/é1", 100)]
@@ -262,8 +262,8 @@ def test_sizes_and_offsets_above_4_gib_are_written_as_zip64(src: Path) -> None:
     header = zip_archive.local_header(b"m/a", 0, size, 0)
     second = len(header) + size
     entries = [
-        stored_member("m/a", 0, size, 0),
-        stored_member("m/b", 0, 0, second),
+        entry_of("m/a", 0, size, 0),
+        entry_of("m/b", 0, 0, second),
     ]
     with src.open("wb") as file:
         file.write(header)

@@ -28,6 +28,7 @@ from ckptconv.conversion.plan import make_plan
 from ckptconv.edits.options import Edits
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.distributed import dcp
+from ckptconv.pickles import graph
 from tests.support import dcp_ranks
 from tests.support.archives import flip_bit, rezipped
 from tests.support.conversions import converted, loaded, refused, run_without_torch
@@ -248,7 +249,7 @@ def test_damage_to_what_is_assembled_is_found(
 
 def test_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of tensors longer than what is appended at once, and lists in lists, come back in order."""
-    monkeypatch.setattr(dcp, "AT_ONCE", 3)
+    monkeypatch.setattr(graph, "AT_ONCE", 3)
     state = {"list": [torch.full((2,), float(i)) for i in range(10)], "deep": [[torch.ones(1)], [torch.zeros(1), 5]]}
     folder = saved(tmp_path / "dcp", state)
     assert_same(ckptconv.load(folder), by_torch(folder, tmp_path))
