@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
@@ -32,8 +33,9 @@ _SEGMENT = 16 << 20  # bytes that a thread takes in one step
 _MOST_TENSORS = 64  # to which these bytes may belong
 _MOST_THREADS = 4
 
-#: Slices of pieces: the index of the tensor, the offset, and the length.
-_Batch = list[tuple[int, int, int]]
+#: Slices of pieces: the index of the piece, the offset, and the length.
+Batch: TypeAlias = "list[tuple[int, int, int]]"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class _Reader:
             [i for i, piece in enumerate(self.pieces) if bool(piece.ranges()) == is_plain] for is_plain in (True, False)
         ]
         with progress(sum(piece.length for piece in self.pieces)) if progress else nullcontext() as tick:
-            for i, statistics in self.in_threads(plain, tick):
+            for i, statistics in self.of_ranges(plain, tick):
                 found[i] = self.result(i, statistics)
             with Pieces([self.pieces[i] for i in others]) as reader:
                 reader.check_space()
@@ -144,44 +146,26 @@ class _Reader:
         # a tensor without elements has no result yet
         return [values or self.result(i, self.statistics(i)) for i, values in enumerate(found)]
 
-    def in_threads(self, numbers: Sequence[int], tick: Progress | None) -> Iterator[tuple[int, Statistics]]:
+    def of_ranges(self, numbers: Sequence[int], tick: Progress | None) -> Iterator[tuple[int, Statistics]]:
         """Yield the index and statistics of the tensors with the indices `numbers`, whose bytes are ranges of files."""
         whole: Statistics | None = None
         before = -1
-        with Threads(min(_MOST_THREADS, os.cpu_count() or 1), "ckptconv-values") as threads:
-            tasks = deque(threads.submit(self.read, batch) for batch in self.batches(numbers))
-            while tasks:
-                batch, parts = tasks.popleft().result()  # in order, so that sums do not depend on the threads
-                for (i, _, _), part in zip(batch, parts, strict=True):
-                    if whole is None or i != before:
-                        if whole is not None:
-                            yield before, whole
-                        before, whole = i, part
-                    else:
-                        whole.merge(part)
-                if tick:
-                    tick(sum(length for _, _, length in batch))
+        lengths = ((i, self.pieces[i].length) for i in numbers)
+        for batch, parts in in_threads(self.read, batches(lengths)):  # in order, so sums do not depend on the threads
+            for (i, _, _), part in zip(batch, parts, strict=True):
+                if whole is None or i != before:
+                    if whole is not None:
+                        yield before, whole
+                    before, whole = i, part
+                else:
+                    whole.merge(part)
+            if tick:
+                tick(sum(length for _, _, length in batch))
         if whole is not None:
             yield before, whole
 
-    def batches(self, numbers: Sequence[int]) -> Iterator[_Batch]:
-        """Yield the tensors with the indices `numbers` in batches of a few megabytes."""
-        batch: _Batch = []
-        size = 0
-        for i in numbers:
-            length = self.pieces[i].length
-            for offset in range(0, length, _SEGMENT):
-                part = min(_SEGMENT, length - offset)
-                if batch and (size + part > _SEGMENT or len(batch) == _MOST_TENSORS):
-                    yield batch
-                    batch, size = [], 0
-                batch.append((i, offset, part))
-                size += part
-        if batch:
-            yield batch
-
-    def read(self, batch: _Batch) -> tuple[_Batch, list[Statistics]]:
-        """Return `batch`, and the statistics of each of its slices."""
+    def read(self, batch: Batch) -> list[Statistics]:
+        """Return the statistics of each slice in `batch`."""
         room = memoryview(bytearray(_ROOM))
         found = []
         for i, offset, length in batch:
@@ -191,7 +175,7 @@ class _Reader:
                 reading.read_into(self.pieces[i], offset + at, data)
                 statistics.add(data)
             found.append(statistics)
-        return batch, found
+        return found
 
     def in_stream(self, reader: Pieces, i: int) -> Statistics:
         """Return the statistics of tensor `i`, whose bytes have to be inflated, gathered, joined or byte-swapped."""
@@ -226,6 +210,36 @@ class _Reader:
             norm=found.norm,
             histogram=Histogram(*bins_of(found.exponents)) if self.histogram else None,
         )
+
+
+# Threads
+
+
+def batches(lengths: Iterable[tuple[int, int]]) -> Iterator[Batch]:
+    """Yield slices of pieces in batches of a few megabytes. `lengths` contains the index and length of each piece."""
+    batch: Batch = []
+    size = 0
+    for i, length in lengths:
+        for offset in range(0, length, _SEGMENT):
+            part = min(_SEGMENT, length - offset)
+            if batch and (size + part > _SEGMENT or len(batch) == _MOST_TENSORS):
+                yield batch
+                batch, size = [], 0
+            batch.append((i, offset, part))
+            size += part
+    if batch:
+        yield batch
+
+
+def in_threads(call: Callable[[Batch], _T], todo: Iterator[Batch]) -> Iterator[tuple[Batch, _T]]:
+    """Yield each batch of `todo` with the result of `call` for it, in order. The calls run in threads."""
+    most = min(_MOST_THREADS, os.cpu_count() or 1)
+    with Threads(most, "ckptconv-values") as threads:
+        tasks = deque((batch, threads.submit(call, batch)) for batch in islice(todo, 2 * most + 1))
+        while tasks:
+            batch, task = tasks.popleft()
+            yield batch, task.result()
+            tasks += ((after, threads.submit(call, after)) for after in islice(todo, 1))
 
 
 # Elements

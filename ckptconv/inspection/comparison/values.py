@@ -6,14 +6,12 @@ known checksum on both sides is read only with ``full``.
 
 from __future__ import annotations
 
-import os
 import struct
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache, reduce
-from itertools import chain, pairwise
+from functools import lru_cache, partial, reduce
+from itertools import chain, pairwise, starmap
 from math import inf, prod
 from operator import or_
 from typing import TYPE_CHECKING
@@ -21,20 +19,27 @@ from typing import TYPE_CHECKING
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
 from ckptconv.byteranges.spans import ByteRange, Cast, Gather, Inflate, Meter, Piece, Scaled
-from ckptconv.byteranges.threads import Threads
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, piece_of
 from ckptconv.dtypes import get_dtype
 from ckptconv.inspection.comparison.differences import ValueDifference
-from ckptconv.inspection.values import BLOCK, Budget, Histogram, check_repeats, cost, in_numbers, without_repeats
+from ckptconv.inspection.values import (
+    BLOCK,
+    Batch,
+    Budget,
+    Histogram,
+    batches,
+    check_repeats,
+    cost,
+    in_numbers,
+    in_threads,
+    without_repeats,
+)
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.comparing import Comparer
 
 _BUFFER = 1 << 20  # bytes of each side that a thread keeps in memory
-_SEGMENT = 16 << 20  # bytes that a thread takes in one step
-_SMALL = 128 << 10  # bytes; a smaller range is not worth another thread
-_MOST_THREADS = 4
 
 #: A range in a pair of ranges: the offset in both, and the length.
 Unequal = tuple[int, int]
@@ -49,102 +54,23 @@ _STRUCT_CODES = {
 _LOOKED_AT = 1 << 20  # bytes of a differing range that are read with struct; a multiple of each item size
 
 
-def unequal_parts(
-    pairs: Sequence[tuple[ByteRange, ByteRange]],
-    progress: Callable[[int], None] | None = None,
-    counts: Callable[[int, Unequal], bool] = lambda i, part: True,
-) -> dict[int, list[Unequal]]:
-    """Return the ranges in which `pairs` differ, by the index of the pair. Each range has up to some megabytes.
+def _unequal_in(pairs: Sequence[tuple[ByteRange, ByteRange]], batch: Batch) -> list[tuple[int, Unequal]]:
+    """Return the ranges in `batch` in which `pairs` differ, each with the index of its pair.
 
-    The two ranges of a pair have the same length. A pair that is equal is not in the result.
-
-    Args:
-        pairs: The ranges to compare.
-        progress: Called with the number of bytes that were compared since its last call.
-        counts: Called with the index of a pair and a range in which it differs, in any thread. If it returns False,
-            that range is not included in the result.
-
-    Raises the errors of reading and of these functions.
+    A range begins with the first buffer that differs. The two ranges of a pair have the same length.
     """
-    unequal: dict[int, list[Unequal]] = {}
-    large = []
-    for i, (a, b) in enumerate(pairs):
-        if a.length > _SMALL:
-            large.append(i)
-        elif a.length and a.source.read(a.offset, a.length) != b.source.read(b.offset, b.length):
-            unequal.update({i: [(0, a.length)]} if counts(i, (0, a.length)) else {})
-    reader = _Reader(pairs, large, progress, counts)
-    threads = min(_MOST_THREADS, os.cpu_count() or 1, sum(-(-pairs[i][0].length // _SEGMENT) for i in large))
-    with Threads(threads, "ckptconv-diff") as pool:
-        try:
-            for task in [pool.submit(reader.run) for _ in range(threads)]:
-                task.result()
-        finally:
-            reader.stopped = True
-    for i, parts in reader.found.items():
-        unequal[i] = sorted(parts)
-    return unequal
-
-
-class _Reader:
-    """The state that the comparing threads share: the segments that no thread has taken yet, and the results."""
-
-    def __init__(
-        self,
-        pairs: Sequence[tuple[ByteRange, ByteRange]],
-        large: Sequence[int],
-        progress: Callable[[int], None] | None,
-        counts: Callable[[int, Unequal], bool],
-    ) -> None:
-        self.pairs = pairs
-        self.progress = progress
-        self.counts = counts
-        self.found: dict[int, list[Unequal]] = {}
-        self.stopped = False
-        self.lock = threading.Lock()
-        self.segments = chain.from_iterable(
-            ((i, at, min(_SEGMENT, pairs[i][0].length - at)) for at in range(0, pairs[i][0].length, _SEGMENT))
-            for i in large
-        )
-
-    def run(self) -> None:
-        """Compare segments until none are left, or another thread has failed."""
-        buffers = bytearray(_BUFFER), bytearray(_BUFFER)
-        try:
-            while (segment := self.take()) is not None:
-                i, offset, length = segment
-                same = self.same_bytes(*self.pairs[i], offset, length, buffers)
-                unequal = offset + same, length - same
-                matters = same < length and self.counts(i, unequal)
-                with self.lock:
-                    if matters:
-                        self.found.setdefault(i, []).append(unequal)
-                    if self.progress:
-                        self.progress(length)
-        except BaseException:
-            self.stopped = True
-            raise
-
-    def take(self) -> tuple[int, int, int] | None:
-        """Return the next segment as (index of the pair, offset, length). Return None if there are no more."""
-        with self.lock:
-            return None if self.stopped else next(self.segments, None)
-
-    def same_bytes(
-        self, a: ByteRange, b: ByteRange, offset: int, length: int, buffers: tuple[bytearray, bytearray]
-    ) -> int:
-        """Return how many bytes at the start of a segment are equal, as a multiple of the buffer size.
-
-        If all are equal, return `length`.
-        """
-        for at in range(0, length, _BUFFER):
-            n = min(_BUFFER, length - at)
+    buffers = bytearray(_BUFFER), bytearray(_BUFFER)
+    unequal = []
+    for i, offset, length in batch:
+        for at in range(offset, offset + length, _BUFFER):
+            n = min(_BUFFER, offset + length - at)
             left, right = buffers if n == _BUFFER else (bytearray(n), bytearray(n))
-            a.source.read_into(a.offset + offset + at, memoryview(left))
-            b.source.read_into(b.offset + offset + at, memoryview(right))
+            for span, buffer in zip(pairs[i], (left, right), strict=True):
+                span.source.read_into(span.offset + at, memoryview(buffer))
             if left != right:  # bytearrays: views would be compared number by number
-                return at
-        return length
+                unequal.append((i, (at, offset + length - at)))
+                break
+    return unequal
 
 
 class DifferenceFound(Exception):
@@ -252,9 +178,19 @@ class Values:
         nbytes = sum(a.length for a, _ in pairs)
         self._budget.spend(2 * nbytes, "the tensors")
         reading.announce(span for pair in pairs for span in pair)
+        keys_at: dict[int, list[Key]] = {}
+        for key, home in homes.items():
+            keys_at.setdefault(home, []).append(key)
+        unequal: dict[int, list[Unequal]] = {}
+        todo = batches((i, a.length) for i, (a, _) in enumerate(pairs))
         with progress(nbytes) if progress else nullcontext() as tick:
-            counts = _Judge(self, pairs, homes, as_bytes).counts if self.stops else lambda i, part: True
-            unequal = unequal_parts(pairs, tick, counts)
+            for batch, parts in in_threads(partial(_unequal_in, pairs), todo):
+                for i, part in parts:
+                    uses = ((key, pairs[i][0], as_bytes[key], part) for key in keys_at[i])
+                    if not self.stops or any(starmap(self.is_undecided, uses)):
+                        unequal.setdefault(i, []).append(part)
+                if tick:
+                    tick(sum(length for _, _, length in batch))
         slow: list[tuple[Key, Piece, Piece]] = []
         views: dict[tuple[int, str, int], list[Key]] = {}
         for key, (a, b) in self.wanted.items():
@@ -274,6 +210,33 @@ class Values:
         for key, elements in self._packed.items():
             values = self.found[key]
             self.found[key] = None if values is None or values.differing else ValueDifference(elements, 0)
+
+    def is_undecided(self, key: Key, home: ByteRange, spans: tuple[ByteRange, ByteRange], part: Unequal) -> bool:
+        """Return whether the range `part` of `home`, whose bytes differ, has to be compared again for `key`.
+
+        `spans` are the ranges of both tensors. Raises DifferenceFound if their numbers in `part` differ.
+        """
+        infos = self.wanted[key]
+        shared = _shared([part], home, spans[0], infos[0])
+        if shared and self.elements(infos) == spans:
+            if self.surely_differ(infos[0].dtype, spans, shared[0]) or self.compared(infos, spans, shared).differing:
+                raise DifferenceFound
+            return False
+        return bool(shared)
+
+    def surely_differ(self, dtype: str, spans: tuple[ByteRange, ByteRange], part: Unequal) -> bool:
+        """Return True if numbers at the start of the range `part` of `spans` differ, as far as Python can tell without
+        torch.
+
+        False means that the answer is not known.
+        """
+        offset, length = part[0], min(part[1], _LOOKED_AT)
+        code = _STRUCT_CODES.get(dtype)
+        if code is None or self.rtol or self.atol or self.orders[0] != "little":
+            return False
+        read = [each.source.read(each.offset + offset, length) for each in spans]
+        a, b = (struct.iter_unpack("<" + code, _widened(data) if dtype == "bfloat16" else data) for data in read)
+        return any(x != y and (x == x or y == y) for (x,), (y,) in zip(a, b, strict=True))  # NaN is equal to NaN
 
     def elements(self, infos: tuple[TensorInfo, TensorInfo]) -> tuple[Piece, Piece]:
         """Return pieces with the elements of both tensors in row-major order."""
@@ -493,55 +456,6 @@ class _Together:
             nodes += self.nodes[first : first + (first & 1)] + self.nodes[stop - (stop & 1) : stop]
             first, stop = (first + 1) // 2, stop // 2
         return reduce(or_, nodes)
-
-
-class _Judge:
-    """A check of ranges that differ as bytes, while they are read: do they differ as numbers of the tensors in them?"""
-
-    def __init__(
-        self,
-        values: Values,
-        pairs: Sequence[tuple[ByteRange, ByteRange]],
-        homes: dict[Key, int],
-        spans: dict[Key, tuple[ByteRange, ByteRange]],
-    ) -> None:
-        self.values, self.pairs, self.spans = values, pairs, spans
-        self.keys: dict[int, list[Key]] = {}
-        for key, i in homes.items():
-            self.keys.setdefault(i, []).append(key)
-
-    def counts(self, i: int, part: Unequal) -> bool:
-        """Return whether the range `part` of pair `i` has to be compared again later.
-
-        Raises DifferenceFound if numbers in it differ.
-        """
-        is_left = False
-        for key in self.keys[i]:
-            infos, spans = self.values.wanted[key], self.spans[key]
-            shared = _shared([part], self.pairs[i][0], spans[0], infos[0])
-            if not shared:
-                continue
-            if self.values.elements(infos) != spans:
-                is_left = True
-            elif self.surely_differ(infos[0].dtype, spans, shared[0]) or (
-                self.values.compared(infos, spans, shared).differing
-            ):
-                raise DifferenceFound
-        return is_left
-
-    def surely_differ(self, dtype: str, spans: tuple[ByteRange, ByteRange], part: Unequal) -> bool:
-        """Return True if numbers at the start of the range `part` of `spans` differ, as far as Python can tell without
-        torch.
-
-        False means that the answer is not known.
-        """
-        offset, length = part[0], min(part[1], _LOOKED_AT)
-        code = _STRUCT_CODES.get(dtype)
-        if code is None or self.values.rtol or self.values.atol or self.values.orders[0] != "little":
-            return False
-        read = [each.source.read(each.offset + offset, length) for each in spans]
-        a, b = (struct.iter_unpack("<" + code, _widened(data) if dtype == "bfloat16" else data) for data in read)
-        return any(x != y and (x == x or y == y) for (x,), (y,) in zip(a, b, strict=True))  # NaN is equal to NaN
 
 
 def _widened(data: bytes) -> bytes:

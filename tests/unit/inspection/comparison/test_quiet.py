@@ -50,9 +50,8 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads take little at once, so that small files have many segments."""
-    monkeypatch.setattr(values, "_SEGMENT", 64 << 10)
+    monkeypatch.setattr("ckptconv.inspection.values._SEGMENT", 64 << 10)
     monkeypatch.setattr(values, "_BUFFER", 4096)
-    monkeypatch.setattr(values, "_SMALL", 8192)
     monkeypatch.setattr(values, "_LOOKED_AT", 4096)
 
 
@@ -116,7 +115,7 @@ def test_nan_payloads_tolerances_views_and_containers(tmp_path: Path) -> None:
 
 def test_it_stops_at_the_first_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 MiB that differ early little is read, and nothing with torch; without -q all is."""
-    monkeypatch.setattr(values, "_MOST_THREADS", 1)  # others would read on while one compares
+    monkeypatch.setattr("ckptconv.inspection.values._MOST_THREADS", 0)  # threads would read on
     numbers = torch.zeros(1 << 21)
     a = bare(tmp_path / "a.pt", {"w": numbers})
     early, late = (bare(tmp_path / f"{at}.pt", {"w": changed(numbers, at, 1.0)}) for at in (100, (1 << 21) - 2))
