@@ -83,8 +83,8 @@ def bytes_in(value: Value, blobs: Readable, where: str = "", last: Step | None =
         return None if value.kind == "str" else (blobs, value.offset, value.length)
     text, data = latin_1_text(value), bytes_of(value)
     if isinstance(text, Blob) and text.kind == "str":
-        whole = Latin1Text(ByteRange(blobs, text.offset, text.length), where, last)
-        return whole, 0, whole.size
+        decoded = Latin1Text(ByteRange(blobs, text.offset, text.length), where, last)
+        return decoded, 0, decoded.size
     if isinstance(text, str) and data is None:
         raise no_bytes(where)
     return None if data is None else (BytesSource(data, blobs.path), 0, len(data))

@@ -152,10 +152,8 @@ def weights_in(found: StateDict, index: Index, *, is_ordered: bool = True) -> We
 
     `is_ordered` is False if the names may be sorted, and so are not in the order of the model.
     """
-    infos: dict[str, TensorInfo] = {}
-    for name, value in found.items():
-        if isinstance(name, str) and isinstance(value, Node) and id(value) in index.tensor_nodes:
-            infos[name] = index.tensor_nodes[id(value)]
+    tensors = index.tensor_nodes
+    infos = {name: tensors[id(value)] for name, value in strings_of(found.node).items() if id(value) in tensors}
     seen: dict[tuple[object, ...], str] = {}
     first = {}
     for name, info in infos.items():

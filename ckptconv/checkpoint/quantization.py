@@ -16,7 +16,7 @@ A layout is used only if exactly one interpretation fits. The block of an fp8 we
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import replace
 from itertools import islice
 from math import prod
 from typing import Any
@@ -94,7 +94,7 @@ class Quantized:
     fp4: bool = False
     divides: bool = False
     transposed: bool = False
-    trouble: tuple[str, object, object] | None = field(default=None)
+    trouble: tuple[str, object, object] | None = None
 
 
 class _Unreadable(Exception):
@@ -143,7 +143,7 @@ def find_quantized(tensors: Mapping[str, TensorInfo], config: QuantizationConfig
         try:
             found.append(_fitted(each, tensors, config))
         except _Unreadable as error:
-            found.append(Quantized(each.weight, each.codes, each.scales, each.others, each.layout, trouble=error.args))
+            found.append(replace(each, trouble=error.args))
     return found
 
 
@@ -263,10 +263,7 @@ def _fitted(each: Quantized, tensors: Mapping[str, TensorInfo], config: Quantiza
         elif block in ((1, matrix[2]), (matrix[1], 1)):
             label = "fp8 per channel"
     shape = (shape[0], shape[2], shape[1]) if each.transposed else shape
-    return Quantized(
-        each.weight, each.codes, each.scales, each.others, label, shape, matrix, block, each.fp4, each.divides,
-        each.transposed,
-    )  # fmt: skip
+    return replace(each, layout=label, shape=shape, matrix=matrix, block=block)
 
 
 def _grid(

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.checkpoint.storage_ids import storage_dtype
+from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.checkpoint.tensor_info import DeviceArgument, Storage, TensorInfo
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType
 from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError, some
@@ -166,19 +166,6 @@ def cpu_tensor_in(call: Call) -> Call | None:
     return inner if part and not part.nested and len(part.args.items) > 4 and "qtensor" not in part.function else None
 
 
-class _Bad(Exception):
-    """Raised if the arguments of a rebuild call do not describe a tensor.
-
-    `kind` is the class of the error to report.
-    """
-
-    def __init__(
-        self, what: str, expected: object = None, got: object = None, kind: type[InputError] = MalformedError
-    ) -> None:
-        super().__init__(what)
-        self.what, self.expected, self.got, self.kind = what, expected, got, kind
-
-
 class TensorReader:
     """Reads rebuild calls and collects the tensors by node and by path.
 
@@ -199,7 +186,6 @@ class TensorReader:
         self.inside: dict[int, TensorInfo | None] = {}  # tensors that are arguments of calls
         #: For each form of rows: the fields of its tensors, and the number of bytes of a storage that they span.
         self.alike: dict[RowForm | None, tuple[Sequence[Any], int]] = {}
-        self.rebuilders: dict[int, str | None] = {}  # names of rebuild functions, by the id of their node
         self.depth = 0
 
     def visit(self, place: Place) -> None:
@@ -239,14 +225,13 @@ class TensorReader:
             if info is None:
                 info = self.made_by(function, node) if function else self.sharded_object(node)
             if node.effects and any(effect.opcode != "BUILD" for effect in node.effects):
-                raise _Bad("items are set on a tensor")
-        except LimitError as error:
-            error.where = f"{self.where}: at {place.path}"
+                raise MalformedError("items are set on a tensor")
+        except InputError as error:
+            if isinstance(error, LimitError):
+                error.where = f"{self.where}: at {place.path}"
+            else:
+                error.what, error.where = f"at {place.path}: {error.what}", self.where
             self.faults.found(error)
-        except _Bad as bad:
-            fault = bad.kind(f"at {place.path}: {bad.what}", where=self.where, expected=bad.expected, got=bad.got)
-            fault.__suppress_context__ = True
-            self.faults.found(fault)
         return info
 
     def made_by(self, function: str, call: Call) -> TensorInfo | None:
@@ -254,7 +239,7 @@ class TensorReader:
 
         Return None if a storage or an inner tensor is unknown.
 
-        Raises _Bad if the arguments are invalid, and LimitError if calls are nested too deeply.
+        Raises InputError if the arguments are invalid, and LimitError if calls are nested too deeply.
         """
         info = self.of_row(call)
         if info is None:
@@ -286,9 +271,7 @@ class TensorReader:
         is_row = isinstance(call, RowCall) and call.form
         if not isinstance(function, Global) or not (is_row or isinstance(call.args, Tuple)):
             return None
-        if id(function) not in self.rebuilders:
-            self.rebuilders[id(function)] = name if (name := str(function)) in _REBUILDERS else None
-        return self.rebuilders[id(function)]
+        return name if (name := str(function)) in _REBUILDERS else None
 
     def first_of(self, info: TensorInfo, node: Node) -> str | None:
         """Return the path of an earlier tensor with the same kind and view, or None if this is the first.
@@ -309,7 +292,7 @@ class TensorReader:
     def read(self, function: str, args: list[Value]) -> TensorInfo | None:
         """Return the tensor that `function` builds from `args`. Return None if a storage or an inner tensor is unknown.
 
-        Raises _Bad if the arguments are invalid, and LimitError if calls are nested too deeply.
+        Raises InputError if the arguments are invalid, and LimitError if calls are nested too deeply.
         """
         if self.depth == LIMITS.nested_calls:
             raise LimitError(
@@ -334,10 +317,10 @@ class TensorReader:
                 return None
             return self.read(str(name), inside.items)
         if function == "torch._utils._rebuild_meta_tensor_no_storage":
-            return self.described("meta", args, 0, 1, 2, "meta", 3)
+            return self.described("meta", args, "meta", 3)
         if function == "torch._utils._rebuild_wrapper_subclass":
             kind = "partial" if is_spread(_at(args, 0)) else "wrapper"
-            return self.described(kind, args, 1, 2, 3, torch_device(_at(args, 6)), 7)
+            return self.described(kind, args[1:], torch_device(_at(args, 6)), 6)
         if function == "torch._utils._rebuild_sparse_tensor":
             return self.sparse(args)
         if function == _JAGGED:
@@ -362,25 +345,25 @@ class TensorReader:
     def strided(self, function: str, args: list[Value]) -> TensorInfo | None:
         """Return the tensor of ``(storage, storage_offset, size, stride, ...)``. Return None if the storage is unknown.
 
-        Raises _Bad if an argument is invalid or the tensor exceeds its storage.
+        Raises InputError if an argument is invalid or the tensor exceeds its storage.
         """
         node = _at(args, 0)
         storage = self.storages.get(id(node))
         if storage is None:
             return None
-        dtype, metadata = storage_dtype(node), _at(args, 6)
+        dtype, metadata = storage_id(node).dtype, _at(args, 6)
         if function.endswith("_v3"):
             dtype, metadata = _dtype(_at(args, 6)), _at(args, 7)
         offset = _at(args, 1)
         if not is_count(offset):
             got = offset if type(offset) is int else type_of(offset).__name__
-            raise _Bad("a tensor's offset is not a number of elements", got=got)
+            raise MalformedError("a tensor's offset is not a number of elements", got=got)
         shape, stride = _sizes(_at(args, 2), _at(args, 3))
         quantized = function.endswith("_rebuild_qtensor")
         elements, reach, is_contiguous = _layout(shape, stride)
         if dtype.bytes_of(end := offset + reach if reach else 0) > storage.nbytes:
             expected = f"at most {storage.nbytes} bytes"
-            raise _Bad("a tensor reaches outside its storage", expected, dtype.bytes_of(end))
+            raise MalformedError("a tensor reaches outside its storage", expected=expected, got=dtype.bytes_of(end))
         return TensorInfo(
             "",
             None,
@@ -403,25 +386,20 @@ class TensorReader:
         """Return the strided tensor that `function` builds from `args`. Return None if the arguments are invalid."""
         try:
             return self.strided(function, args)
-        except (_Bad, LimitError):
+        except InputError:
             return None
 
-    def described(
-        self, kind: str, args: list[Value], dtype: int, size: int, stride: int, device: str | None, requires_grad: int
-    ) -> TensorInfo:
+    def described(self, kind: str, args: list[Value], device: str | None, requires_grad: int) -> TensorInfo:
         """Return a tensor without a storage of its own, as its arguments describe it.
 
         Args:
             kind: The kind of the tensor.
-            args: The arguments.
-            dtype: The position of the dtype in `args`.
-            size: The position of the size.
-            stride: The position of the stride.
+            args: The arguments. The first three are the dtype, the size and the stride.
             device: The device, or None if it is unknown.
-            requires_grad: The position of ``requires_grad``.
+            requires_grad: The position of ``requires_grad`` in `args`.
         """
-        shape, strides = _sizes(_at(args, size), _at(args, stride))
-        name = _dtype(_at(args, dtype)).name
+        shape, strides = _sizes(_at(args, 1), _at(args, 2))
+        name = _dtype(_at(args, 0)).name
         return TensorInfo(
             "",
             None,
@@ -516,14 +494,14 @@ def _at(args: list[Value], index: int) -> Value:
 
 
 def _dtype(node: Value) -> DType:
-    """Return the dtype that `node` names. Raise _Bad if it is not a dtype or not a known one."""
+    """Return the dtype that `node` names. Raise InputError if it is not a dtype or not a known one."""
     if isinstance(node, Global) and node.module == "torch" and node.name in BY_NAME:
         return BY_NAME[node.name]
     if isinstance(node, OtherDType):
         return BY_WORD[node.name]
     if isinstance(node, Global) and node.module == "torch":
-        raise _Bad("a tensor has a dtype that is not known to this version", got=node, kind=UnsupportedError)
-    raise _Bad("a tensor has no dtype", got=node if isinstance(node, Global) else type_of(node).__name__)
+        raise UnsupportedError("a tensor has a dtype that is not known to this version", got=node)
+    raise MalformedError("a tensor has no dtype", got=node if isinstance(node, Global) else type_of(node).__name__)
 
 
 def _has_bit(metadata: Value, name: str) -> bool:
@@ -579,10 +557,15 @@ def ints_of(node: Value) -> tuple[int, ...] | None:
 
 
 def _sizes(size: Value, stride: Value) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return `size` and `stride` as tuples of integers. Raise _Bad unless both are such tuples of the same length."""
+    """Return `size` and `stride` as tuples of integers.
+
+    Raises MalformedError unless both are such tuples of the same length.
+    """
     shape, strides = ints_of(size), ints_of(stride)
     if shape is None or strides is None or len(shape) != len(strides):
-        raise _Bad("a tensor's shape and stride do not match", "two tuples of non-negative integers, of equal length")
+        raise MalformedError(
+            "a tensor's shape and stride do not match", expected="two tuples of non-negative integers, of equal length"
+        )
     return shape, strides
 
 

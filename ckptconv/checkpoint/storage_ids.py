@@ -52,14 +52,6 @@ def storage_id(node: Value) -> StorageId:
     return StorageId(cast("Global", cls), text_of(key) or "", text_of(tag) or "", cast("int", numel))
 
 
-def storage_dtype(node: Value) -> DType:
-    """Return only the dtype of :func:`storage_id`. This is faster, and needed for each tensor."""
-    if isinstance(node, RowId) and node.form:
-        return BY_STORAGE_CLASS[node.form.cls.name]
-    assert isinstance(node, PersistentId) and isinstance(node.id, Tuple)
-    return BY_STORAGE_CLASS[cast("Global", node.id.items[1]).name]
-
-
 def checked_storage_id(node: PersistentId, where: str) -> StorageId:
     """Return the content of a persistent id from a file, after a check. All texts are ``str``.
 

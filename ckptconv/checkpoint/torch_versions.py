@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import groupby
 from operator import itemgetter
 from typing import TypeAlias
@@ -132,15 +132,13 @@ def by_version(answers: Mapping[str, str]) -> str:
     )
 
 
-def installed_torch(folders: Iterable[str] | None = None) -> str | None:
-    """Return the version of the first torch in `folders`, from the name of its ``dist-info`` folder.
+def installed_torch() -> str | None:
+    """Return the version of the first torch in ``sys.path``, from the name of its ``dist-info`` folder.
 
-    Return None if there is none.
-
-    If `folders` is None, ``sys.path`` is searched. Relative folders, such as the working directory, are ignored.
+    Return None if there is none. Relative folders, such as the working directory, are ignored.
     ``importlib.metadata`` would find the same, but its import takes longer than the inspection of most files.
     """
-    for folder in filter(os.path.isabs, sys.path if folders is None else folders):
+    for folder in filter(os.path.isabs, sys.path):
         with contextlib.suppress(OSError):
             for name in os.listdir(folder):
                 if found := _INSTALLED.fullmatch(name):

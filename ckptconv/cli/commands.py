@@ -207,7 +207,9 @@ def declared(options: Any, **more: dict[str, Any]) -> Callable[[Any], Any]:
         for name, annotation in options.__annotations__.items():
             type_, flag = get_args(annotation)
             # with an explicit is_flag=False, click would allow an option without its value
-            how: dict[str, Any] = {"is_flag": True} if type_ is bool else {"multiple": _is_repeated(type_)}
+            how: dict[str, Any] = {"is_flag": True} if type_ is bool else {}
+            if type_ is not bool:  # a type named in quotes is an iterable
+                how["multiple"] = hasattr(type_, "__forward_arg__") or "Iterable" in str(type_)
             words = [word for part in get_args(type_) for word in get_args(part) if isinstance(word, str)]
             how |= {"type": click.Choice(words)} if words else {}
             how |= {"help": flag.help, "metavar": flag.metavar, **_MORE.get(name, {}), **more.get(name, {})}
@@ -216,11 +218,6 @@ def declared(options: Any, **more: dict[str, Any]) -> Callable[[Any], Any]:
         return command
 
     return decorate
-
-
-def _is_repeated(type_: Any) -> bool:
-    """Return whether an option of this type can be given several times. A type named in quotes is an iterable."""
-    return hasattr(type_, "__forward_arg__") or "Iterable" in str(type_)
 
 
 # Pages

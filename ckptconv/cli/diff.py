@@ -97,10 +97,8 @@ def diff_command(
         try:
             is_different = differ(pair.a, pair.b, pair.name if len(pairs) > 1 else "")
             answers["different" if is_different else "the same"] += 1
-        except UsageError:
-            raise
         except CkptconvError as error:
-            if debug:
+            if debug or isinstance(error, UsageError):
                 raise
             show_error(error)
             answers["not compared"] += 1
@@ -149,8 +147,8 @@ class _Shown:
     def answers(self, answers: Counter[str]) -> None:
         """Print how many pairs of checkpoints had each of the `answers`."""
         if not (self.as_json or self.quiet):
-            said = ", ".join(f"{n:,} {answer}" for answer, n in sorted(answers.items()))
-            click.echo(f"{count(answers.total(), 'checkpoint')}: {said}")
+            counts = ", ".join(f"{n:,} {answer}" for answer, n in sorted(answers.items()))
+            click.echo(f"{count(answers.total(), 'checkpoint')}: {counts}")
 
     def alone(self, pair: Pair) -> None:
         """Print that only one side of `pair` exists."""

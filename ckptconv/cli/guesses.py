@@ -157,17 +157,17 @@ def _value(option: Option, value: str) -> tuple[str, ...]:
     Empty if no valid value is similar.
     """
     is_device, is_dtype = option.keyword == "map_location", option.keyword == "dtype"
-    said: object = value
+    corrected: object = value
     try:
         if is_device and "=" in value:
-            said = (tuple(value.split("=", 1)),)
+            corrected = (tuple(value.split("=", 1)),)
         elif is_device:
             parse_target(value)
         elif is_dtype:
             to_dtypes(value)
     except UsageError:
-        said = near_dtype(value) if is_dtype else near_device(value, ("gpu", *FAMILIES))
-    return replace(option, value=said).words()[0] if said else ()
+        corrected = near_dtype(value) if is_dtype else near_device(value, ("gpu", *FAMILIES))
+    return replace(option, value=corrected).words()[0] if corrected else ()
 
 
 def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
@@ -189,10 +189,10 @@ def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
         return flag, usual
     if not behind or behind[0].startswith("-") or (usual and os.path.lexists(behind[0])):
         return flag, usual or template.format(_VALUE)
-    said = behind.pop(0)
-    if option.keyword == "map_location" and said in ("cuda", "gpu") and behind and behind[0].isdecimal():
-        said += ":" + behind.pop(0)
-    return _value(option, said) if option.value is _VALUE else (flag, template.format(said))
+    given = behind.pop(0)
+    if option.keyword == "map_location" and given in ("cuda", "gpu") and behind and behind[0].isdecimal():
+        given += ":" + behind.pop(0)
+    return _value(option, given) if option.value is _VALUE else (flag, template.format(given))
 
 
 def _meant(name: str, words: list[str], commands: _Commands) -> str:

@@ -19,7 +19,7 @@ from ckptconv.cli.commands import PATH, Command, PageFile, debug_option, downloa
 from ckptconv.cli.terminal import progress_bar, show_error, style_of, warn_of_flaws
 from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError
 from ckptconv.hints import option
-from ckptconv.inspection.summary import Summary, TensorSummary, ValuesWanted, summary_of
+from ckptconv.inspection.summary import Summary, TensorSummary, summary_of
 from ckptconv.render.json_views import unread_as_dict
 from ckptconv.render.listing import Line, line_of, listing_lines, unread_line
 from ckptconv.render.summary import summary_lines
@@ -84,15 +84,17 @@ def inspect_command(
     every = list(chain.from_iterable(map(_checkpoints, paths)))
     page = PageFile.asked_for(html, len(every), opens=opens, force=force)
     kinds = _kinds_of(view["fail_on"])
-    wanted = _values_wanted(view, kinds)
-    how = {"download": view["download"], "torch": view["torch"], "progress": partial(progress_bar, quiet=as_json)}
+    wanted = None
+    if view["values"] or view["histogram"] or kinds:
+        wanted = partial(_selected, include=view["include"], exclude=view["exclude"], sort=None)
+    how = {name: view[name] for name in ("histogram", "download", "torch")}
     asked_version(view["torch"])
     about_tensors = as_json or view["tree"] or view["include"] or view["exclude"] or wanted
     lines: list[Line] | None = [] if len(every) > min(2, len(paths)) and not about_tensors else None
     status = 0
     for i, path in enumerate(every):
         try:
-            summary = summary_of(path, wanted, **how)
+            summary = summary_of(path, wanted, **how, progress=partial(progress_bar, quiet=as_json))
             if lines is not None:
                 lines.append(line_of(summary))
                 continue
@@ -112,14 +114,13 @@ def inspect_command(
             from ckptconv.render.page.summary import summary_data  # for pages alone
 
             page.write(summary_data(replace(summary, tensors=tuple(selected))))
-            continue
-        if as_json:
+        elif as_json:
             click.echo(json.dumps(replace(summary, tensors=tuple(selected)).as_dict()))
-            continue
-        if i:
-            click.echo()
-        shown = {name: view[name] for name in ("tree", "depth", "limit", "everything")}
-        _show(summary_lines(summary, style, tensors=selected, by_size=view["sort"] == "size", **shown), style)
+        else:
+            if i:
+                click.echo()
+            shown = {name: view[name] for name in ("tree", "depth", "limit", "everything")}
+            _show(summary_lines(summary, style, tensors=selected, by_size=view["sort"] == "size", **shown), style)
     if lines is not None:
         _show_listing(lines, view, style)
     if not as_json:
@@ -140,14 +141,6 @@ def _kinds_of(fail_on: str | None) -> list[str]:
     if not {"nan", "inf"}.issuperset(kinds):
         raise UsageError(option("fail_on", fail_on) + " is not valid", expected="nan, inf, or nan,inf")
     return kinds
-
-
-def _values_wanted(view: dict[str, Any], kinds: list[str]) -> ValuesWanted | None:
-    """Return the tensors whose values are read. Return None if no values are requested."""
-    if not (view["values"] or view["histogram"] or kinds):
-        return None
-    select = partial(_selected, include=view["include"], exclude=view["exclude"], sort=None)
-    return ValuesWanted(view["histogram"], select)
 
 
 def _checkpoints(path: str) -> list[str]:

@@ -38,18 +38,14 @@ def warn_of_flaws(torch: str | None) -> None:
 
 def style_of(stream: TextIO) -> Style:
     """Return the style that `stream` supports."""
+    import shutil
+
     terminal = stream.isatty()
     return Style(
-        width=screen_size().columns if terminal else None,
+        width=shutil.get_terminal_size().columns if terminal else None,
         colour=terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
         unicode=(stream.encoding or "").lower().startswith("utf"),
     )
-
-
-def screen_size() -> os.terminal_size:
-    import shutil
-
-    return shutil.get_terminal_size()
 
 
 @contextmanager

@@ -64,12 +64,12 @@ def verify_command(
 
     In a folder, all checkpoints and all pickles are checked, whatever their names. A set of shards, a folder of
     torch.distributed.checkpoint or of DeepSpeed ZeRO, and the files of all ranks of a run count as one checkpoint.
-    Each finding is one line. If a server or a disk fails, the file is reported as not checked, not as damaged.
+    Each finding is one line, with a hint below. If a server or a disk fails, the file is not checked, not damaged.
     """
     counts: Counter[Status] = Counter()
     verdicts: list[Verdict] = []
     failed: list[tuple[str, CkptconvError, Finding]] = []
-    verbose = flags.pop("verbose")
+    verbose, style = flags.pop("verbose"), style_of(sys.stdout)
     how: dict[str, Any] = {"expect_sha256": expect_sha256, "torch": torch, **flags}
     if as_json and as_sarif:
         raise UsageError(option("json") + " and " + option("sarif") + " cannot be combined")
@@ -78,22 +78,24 @@ def verify_command(
     for path in chain.from_iterable(checkpoints_in(path, pickles=True) for path in as_sets(paths, least=2)):
         try:
             verdict = verdict_on(path, **how, progress=partial(progress_bar, quiet=quiet))
-        except UsageError:
-            raise
         except CkptconvError as error:
-            if debug:
+            if debug or isinstance(error, UsageError):
                 raise
             counts[status_of(error)] += 1
             show_error(error)
             failed.append((str(locate(path)), error, finding_of(error)))
             if as_json:
-                click.echo(json.dumps(_unread_as_dict(path, error)))
+                unread = {"path": str(locate(path)), "ok": False, "status": status_of(error), "error": str(error)}
+                click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **unread}))
             continue
         counts[verdict.status] += 1
         if as_sarif:
             verdicts.append(verdict)
+        elif as_json:
+            click.echo(json.dumps(verdict.as_dict()))
         else:
-            _print_verdict(verdict, as_json=as_json, quiet=quiet, verbose=verbose)
+            for line in verdict_lines(verdict, quiet=quiet, verbose=verbose):
+                click.echo(style.text(line))
     status = 1 if counts["failed"] else NOT_CHECKED if counts["not checked"] else 0
     if as_sarif:
         from ckptconv.render.sarif import sarif_log  # for these logs alone
@@ -105,24 +107,6 @@ def verify_command(
     if not (as_json or as_sarif or quiet):
         warn_of_flaws(torch)
     return status
-
-
-def _print_verdict(verdict: Verdict, *, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """Print the lines of a verdict, or its JSON object."""
-    lines = verdict_lines(verdict, quiet=quiet, verbose=verbose)
-    for text in [json.dumps(verdict.as_dict())] if as_json else map(style_of(sys.stdout).text, lines):
-        click.echo(text)
-
-
-def _unread_as_dict(path: str, error: CkptconvError) -> dict[str, Any]:
-    """Return the dict that ``--json`` prints for a checkpoint at `path` that could not be opened."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "path": str(locate(path)),
-        "ok": False,
-        "status": status_of(error),
-        "error": str(error),
-    }
 
 
 def _check_one_file(paths: tuple[str, ...], expect_sha256: str | None) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field, replace
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from ckptconv.byteranges.sources import Readable, SourceFolder
@@ -59,7 +60,6 @@ from ckptconv.stores.memory import Input
 from ckptconv.work import seen, work
 
 if TYPE_CHECKING:
-    from ckptconv.checkpoint.quantization import Quantized
     from ckptconv.inspection.values import TensorValues
 
 _MOST_OPTIMIZERS = 100
@@ -389,27 +389,15 @@ def inspect(
     Raises:
         CkptconvError: One of its subclasses.
     """
-    wanted = ValuesWanted(histogram=histogram) if values or histogram else None
-    return summary_of(path, wanted, download=download, torch=torch)
-
-
-@dataclass(frozen=True)
-class ValuesWanted:
-    """The tensors whose values are read.
-
-    Attributes:
-        histogram: Whether to make a histogram for each tensor.
-        select: Returns the tensors to read for a summary. The default is all of them.
-    """
-
-    histogram: bool = False
-    select: Callable[[Summary], Iterable[TensorSummary]] = lambda summary: summary.tensors
+    select = attrgetter("tensors") if values or histogram else None
+    return summary_of(path, select, histogram=histogram, download=download, torch=torch)
 
 
 def summary_of(
     path: Input,
-    values: ValuesWanted | None = None,
+    select: Callable[[Summary], Iterable[TensorSummary]] | None = None,
     *,
+    histogram: bool = False,
     download: bool = False,
     torch: str | None = None,
     progress: Meter | None = None,
@@ -418,7 +406,8 @@ def summary_of(
 
     Args:
         path: A checkpoint, or a binary file object.
-        values: The tensors whose values are read, or None to read no values.
+        select: Returns the tensors of a summary whose values are read, or None to read no values.
+        histogram: Whether to make a histogram for each of these tensors.
         download: Whether to download a remote file completely first.
         torch: A version of torch, ``"all"``, or None for the installed one.
         progress: Called with the number of bytes that will be read.
@@ -426,16 +415,16 @@ def summary_of(
     host = this_host()
     if torch not in (None, ALL):
         host = replace(host, torch=word_of(asked_version(torch)))
-    with open_input(path, skims=values is None, download=download, progress=progress) as source:
+    with open_input(path, skims=select is None, download=download, progress=progress) as source:
         with gc_paused():
             checkpoint = opening.read(source)
             summary = summarize(checkpoint, host, every=torch == ALL)
-        if values is None:
+        if select is None:
             return summary
         from ckptconv.inspection.values import values_of
 
-        wanted = {tensor.path: checkpoint.tensors[tensor.path] for tensor in values.select(summary)}
-        values_by_path = values_of(wanted, checkpoint.byteorder, histogram=values.histogram, progress=progress)
+        wanted = {tensor.path: checkpoint.tensors[tensor.path] for tensor in select(summary)}
+        values_by_path = values_of(wanted, checkpoint.byteorder, histogram=histogram, progress=progress)
         source.check_unchanged()
     tensors = (replace(tensor, values=values_by_path.get(tensor.path)) for tensor in summary.tensors)
     return replace(summary, tensors=tuple(tensors), has_values=True)
@@ -651,19 +640,26 @@ def _shares(counted: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
 
 
 def _state_dict(state_dict: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
-    """Return the summary of a state dict."""
+    """Return the summary of a state dict. Quantized weights whose layout is not understood are not counted as such."""
     tensors = checkpoint.tensor_nodes
-    infos = [info for _, value in state_dict.items() if (info := tensors.get(id(value)))]
+    values = [(name, tensors[id(value)], value) for name, value in state_dict.items() if id(value) in tensors]
+    infos = [info for _, info, _ in values]
     parameters, nbytes = _sizes(infos, checkpoint)
     names = state_dict.names()
-    known = _quantized(state_dict, checkpoint) if any(info.dtype in CODES for info in infos) else []
-    if known:
-        stored = {name for each in known for name in (each.codes, *each.scales)}
-        others = [
-            tensors[id(value)] for name, value in state_dict.items() if name not in stored and id(value) in tensors
-        ]
-        parameters = _sizes(others, checkpoint)[0] + sum(prod(each.shape) for each in known)
-    wrappers = [value for _, value in state_dict.items() if (i := tensors.get(id(value))) and i.kind == "wrapper"]
+    layouts: list[str] = []
+    has_codes = any(info.dtype in CODES for info in infos)
+    if has_codes or any(info.kind == "wrapper" for info in infos):
+        from ckptconv.checkpoint.quantization import find_quantized, torchao_layout  # lazily, for start-up
+        from ckptconv.edits.dequantizing import known_config
+
+        config = known_config(checkpoint.source) if has_codes else None
+        named = checkpoint.named_tensors(state_dict.node)
+        quantized = [each for each in find_quantized(named, config) if not each.trouble]
+        stored = {name for each in quantized for name in (each.codes, *each.scales)}
+        others = [info for name, info, _ in values if name not in stored]
+        parameters = _sizes(others, checkpoint)[0] + sum(prod(each.shape) for each in quantized)
+        wrappers = (torchao_layout(value) for _, info, value in values if info.kind == "wrapper")
+        layouts = [*(each.layout for each in quantized), *filter(None, wrappers)]
     return StateDictSummary(
         path=state_dict.path,
         tensors=len(infos),
@@ -671,26 +667,8 @@ def _state_dict(state_dict: StateDict, checkpoint: Checkpoint) -> StateDictSumma
         nbytes=nbytes,
         prefixes=dict(prefixes_of(names).most_common()),
         names=len(names),
-        quantized=dict(Counter([each.layout for each in known] + _subclasses(wrappers))),
+        quantized=dict(Counter(layouts)),
     )
-
-
-def _subclasses(wrappers: list[Value]) -> list[str]:
-    """Return the torchao layouts of `wrappers`, without those that are not tensors of torchao."""
-    if not wrappers:
-        return []
-    from ckptconv.checkpoint.quantization import torchao_layout  # lazily, for start-up
-
-    return [layout for value in wrappers if (layout := torchao_layout(value))]
-
-
-def _quantized(state_dict: StateDict, checkpoint: Checkpoint) -> list[Quantized]:
-    """Return the quantized weights of a state dict, without those whose layout is not understood."""
-    from ckptconv.checkpoint.quantization import find_quantized  # lazily, for start-up
-    from ckptconv.edits.dequantizing import known_config
-
-    tensors = checkpoint.named_tensors(state_dict.node)
-    return [each for each in find_quantized(tensors, known_config(checkpoint.source)) if not each.trouble]
 
 
 def _module(module: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:

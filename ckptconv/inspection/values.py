@@ -148,21 +148,21 @@ class _Reader:
 
     def of_ranges(self, numbers: Sequence[int], tick: Progress | None) -> Iterator[tuple[int, Statistics]]:
         """Yield the index and statistics of the tensors with the indices `numbers`, whose bytes are ranges of files."""
-        whole: Statistics | None = None
+        merged: Statistics | None = None
         before = -1
         lengths = ((i, self.pieces[i].length) for i in numbers)
         for batch, parts in in_threads(self.read, batches(lengths)):  # in order, so sums do not depend on the threads
             for (i, _, _), part in zip(batch, parts, strict=True):
-                if whole is None or i != before:
-                    if whole is not None:
-                        yield before, whole
-                    before, whole = i, part
+                if merged is None or i != before:
+                    if merged is not None:
+                        yield before, merged
+                    before, merged = i, part
                 else:
-                    whole.merge(part)
+                    merged.merge(part)
             if tick:
                 tick(sum(length for _, _, length in batch))
-        if whole is not None:
-            yield before, whole
+        if merged is not None:
+            yield before, merged
 
     def read(self, batch: Batch) -> list[Statistics]:
         """Return the statistics of each slice in `batch`."""

@@ -52,8 +52,7 @@ _SHA256_DIGITS = 64
 _HEAD = 64  # bytes
 
 #: ``not checked``: bytes could not be read. ``unknown``: this version cannot judge the object. ``needs code``, ``not
-#: proved``, ``warning`` and ``note`` are not damage. ``not proved`` occurs only in a strict verification.
-#: ``warning`` and ``note`` are not damage. Only a strict verification finds ``not proved``.
+#: proved``, ``warning`` and ``note`` are not damage. Only a strict verification finds ``not proved``.
 Level: TypeAlias = Literal[
     "damaged", "not checked", "unknown", "dangerous", "needs code", "not proved", "warning", "note"
 ]

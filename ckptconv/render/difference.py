@@ -83,7 +83,7 @@ def difference_lines(
     yield from _group(
         style,
         "other",
-        f"{count(len(others), 'value')} that are not tensors" if len(others) != 1 else "1 value that is not a tensor",
+        _not_tensors(len(others)),
         others,
         most,
     )
@@ -115,9 +115,12 @@ def _counts(difference: Difference) -> Iterator[str]:
     if n:
         yield f"{count(n, 'tensor')} not compared"
     if difference.others:
-        yield count(len(difference.others), "value") + (
-            " that is not a tensor" if len(difference.others) == 1 else " that are not tensors"
-        )
+        yield _not_tensors(len(difference.others))
+
+
+def _not_tensors(number: int) -> str:
+    """Return the number of values that differ and are not tensors, as text."""
+    return f"{count(number, 'value')} that {'is not a tensor' if number == 1 else 'are not tensors'}"
 
 
 def _apart(difference: Difference) -> list[tuple[TensorDifference, ValueDifference]]:

@@ -25,11 +25,6 @@ _KEYS = {
         *("a", "b", "formats", "same", "tensors", "nbytes", "near", "only_in_a", "only_in_b"),
         *("differing", "others", "notes", "dangers", "suggestion"),
     ),
-    "OnlyIn": ("path", "dtype", "shape", "nbytes", "tied_to"),
-    "TensorDifference": (
-        *("path", "dtype", "shape", "device", "requires_grad", "class_name", "made_of"),
-        *("values", "rng_state", "statistics"),
-    ),
     "ValueDifference": (
         *("elements", "differing", "not_finite", "largest", "largest_relative", "relative_to_max", "histogram"),
     ),
@@ -40,6 +35,8 @@ _KEYS = {
 }
 #: Fields that contain a command. The words of the command are under the same key with ``_words``.
 _COMMANDS = ("command", "remedy", "suggestion")
+#: Fields that the schema does not contain.
+_HIDDEN = ("parts", "has_values", "sides")
 #: Keys that are left out if the value is None.
 _OPTIONAL = {"TensorDifference": "statistics", "ValueDifference": "histogram"}
 
@@ -53,7 +50,6 @@ def as_dict(result: Result) -> dict[str, Any]:
 def _summary(summary: Summary) -> dict[str, Any]:
     """Return `summary` as a dict. Its tensors have statistics only if their values were read."""
     view: dict[str, Any] = _plain(summary)
-    del view["parts"], view["has_values"]  # the schema has neither
     if not summary.has_values:
         for tensor in view["tensors"]:
             del tensor["values"]
@@ -131,8 +127,11 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _keys_of(kind: Any) -> tuple[str, ...]:
-    """Return the keys for objects of the class `kind`, in order: those in ``_KEYS``, or else its fields."""
-    return _KEYS.get(kind.__name__) or tuple(field.name for field in fields(kind))
+    """Return the keys for objects of the class `kind`, in order: those in ``_KEYS``, or else its fields.
+
+    Fields in ``_HIDDEN`` are left out.
+    """
+    return _KEYS.get(kind.__name__) or tuple(field.name for field in fields(kind) if field.name not in _HIDDEN)
 
 
 def error_as_dict(error: CkptconvError) -> dict[str, str | None]:

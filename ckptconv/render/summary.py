@@ -215,16 +215,16 @@ class _Mending:
 
     def __init__(self, style: Style) -> None:
         self.style = style
-        self.said: set[tuple[object, ...]] = set()
+        self.printed: set[tuple[object, ...]] = set()
 
     def is_new(self, command: Command) -> bool:
         """Return whether no command with the same effect was printed yet."""
-        return _does(command) not in self.said
+        return _does(command) not in self.printed
 
     def lines(self, command: Command | None) -> Iterator[str]:
         """Yield the lines of `command`. Yield nothing if it is None, or a command with the same effect was printed."""
         if command and self.is_new(command):
-            self.said.add(_does(command))
+            self.printed.add(_does(command))
             yield from command_lines(self.style, command)
 
 

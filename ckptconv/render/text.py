@@ -267,7 +267,7 @@ def first_of(items: Iterable[str], most: int, *, hint: str = "") -> list[str]:
 def error_lines(error: CkptconvError) -> Iterator[str]:
     """Yield the verdict of `error`, and below it the hint, with each command on a line of its own."""
     yield f"ckptconv: {error.verdict}"
-    yield from (f"  {line[:_LONGEST]}" for line in _lines_of(error.hint))
+    yield from (f"  {line[:_LONGEST]}" for line in hint_lines(error.hint))
 
 
 def _clauses(text: str) -> list[str]:
@@ -277,7 +277,7 @@ def _clauses(text: str) -> list[str]:
     return [text[a:b] for a, b in zip(starts, [*(cut.start() for cut in cuts), len(text)], strict=True)]
 
 
-def _lines_of(hint: str | None) -> list[str]:
+def hint_lines(hint: str | None) -> list[str]:
     """Return `hint` as lines, split at semicolons. Each command is on an indented line of its own."""
     lines = [""]
     for part in hint.parts if isinstance(hint, Message) else (hint or "",):

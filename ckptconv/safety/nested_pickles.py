@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from encodings import normalize_encoding
 from encodings.aliases import aliases
 from typing import NamedTuple
@@ -227,19 +228,18 @@ def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) ->
             raise Undecidable("archives nested too deeply")
         for member in _members(held):
             inner = f"{name}: {member.name}" if name else member.name
-            yield from _member(member, inner, most, depth - 1)
+            with _undecidable_if_damaged():
+                yield from pickles_in_member(member, inner, most, depth - 1)
     else:
         known = name or ("torch file" if looks_like_legacy(head) else "pickle")
         yield from pickles_from(held, known, LIMITS.pickles_inside, most)
 
 
-def _member(member: Member, name: str, most: int, depth: int) -> Iterator[Inner | int]:
-    """Yield the same as :func:`pickles_in_member`.
-
-    Raise Undecidable in place of InputError if the archive has a fault.
-    """
+@contextmanager
+def _undecidable_if_damaged() -> Iterator[None]:
+    """Raise Undecidable in place of InputError, which means that an archive has a fault."""
     try:
-        yield from pickles_in_member(member, name, most, depth)
+        yield
     except InputChangedError:
         raise
     except InputError:
@@ -348,15 +348,9 @@ def _members(held: Readable) -> tuple[Member, ...]:
 
     Raises Undecidable if the archive cannot be read.
     """
-    try:
+    with suppress(_OtherArchive), _undecidable_if_damaged():
         return read_archive(held, _want_checkpoints).members
-    except _OtherArchive:
-        return ()
-    except InputChangedError:
-        raise
-    except InputError:
-        work().check()
-        raise Undecidable("an archive that cannot be read") from None
+    return ()
 
 
 def _is_pickle(name: str) -> bool:

@@ -12,13 +12,13 @@ from dataclasses import field
 from math import prod
 from typing import Literal, TypeAlias
 
-from ckptconv.byteranges.reading import read
+from ckptconv.byteranges.reading import Latin1Text, read
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.checkpoint.tensor_info import Storage
 from ckptconv.checkpoint.torch_versions import Rules
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
-from ckptconv.lazy_regex import regex
+from ckptconv.errors import MalformedError
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
@@ -192,8 +192,6 @@ class Reason:
     is_spelling: bool = False
 
 
-_WINDOW = 1 << 20
-_BEYOND_LATIN_1 = regex(rb"[\xc4-\xf4]")  # the first byte of a character above U+00FF in UTF-8
 _MUTABLE = (List, Dict, Set)
 _MADE = frozenset((Call, RowCall, PersistentId, RowId))
 
@@ -379,18 +377,16 @@ class Objects:
     # Bytes outside the graph
 
     def is_latin_1(self, text: Blob) -> bool:
-        """Return whether the long text `text` has no character above U+00FF."""
-        if id(text) not in self._latin_1:
-            self._latin_1[id(text)] = not any(map(_BEYOND_LATIN_1.search, self._windows(text)))
-        return self._latin_1[id(text)]
-
-    def _windows(self, text: Blob) -> Iterator[bytes]:
-        """Yield the bytes of `text` in windows of 1 MiB. Raise NotKnown if the source of long texts is missing."""
-        blobs = self.contents.blobs
-        if blobs is None:
+        """Return whether the long text `text` has no character above U+00FF. Raise NotKnown if it cannot be read."""
+        if self.contents.blobs is None:
             raise NotKnown("a long text that cannot be read here")
-        for at in range(0, text.length, _WINDOW):
-            yield blobs.read(text.offset + at, min(_WINDOW, text.length - at))
+        if id(text) not in self._latin_1:
+            try:
+                Latin1Text(ByteRange(self.contents.blobs, text.offset, text.length))
+                self._latin_1[id(text)] = True
+            except MalformedError:
+                self._latin_1[id(text)] = False
+        return self._latin_1[id(text)]
 
     def numbers(self, tensor: TensorValue, *, at_end: bool = False) -> list[int]:
         """Return the elements of `tensor`, of dtype int64 or int32, in row-major order.
@@ -465,9 +461,6 @@ class Arguments:
 
     def integer(self, i: int, what: str) -> int:
         """Return argument `i`, which must be an integer of 64 bits. `what` is its name in messages."""
-        value = self.items[i]
-        if type(value) is int and -_INT64 <= value < _INT64:
-            return value
         return _integer(self.held(i), what)
 
     def integers(self, i: int, what: str) -> list[int]:
@@ -489,11 +482,8 @@ class Arguments:
             items = [*held.sizes]
         if len(items) > LIMITS.rank:
             raise NotKnown(f"a {what} of {len(items):,} dimensions")
-        for item in items:
-            if type(item) is not int or not -_INT64 <= item < _INT64:
-                numbers = [self.objects.held(each) for each in items]  # torch refuses a bool only as the first
-                return [_integer(int(n) if i and isinstance(n, bool) else n, what) for i, n in enumerate(numbers)]
-        return items  # type: ignore[return-value]  # integers, all of them
+        numbers = [self.objects.held(item) for item in items]  # torch refuses a bool only as the first
+        return [_integer(int(n) if i and isinstance(n, bool) else n, what) for i, n in enumerate(numbers)]
 
     def flag(self, i: int, what: str) -> bool:
         """Return argument `i`, which must be True or False. `what` is its name in messages."""

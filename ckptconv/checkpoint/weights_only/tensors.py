@@ -565,15 +565,15 @@ def from_type(args: Arguments) -> Held:
     is_parameter = cls == _PARAMETER
     if made.is_parameter != is_parameter:
         raise NotKnown("a tensor that becomes a Parameter, or a Parameter that becomes a tensor")
-    return with_attributes(made, args, 3)
+    return with_attributes(made, args)
 
 
-def with_attributes(tensor: TensorValue, args: Arguments, i: int) -> TensorValue:
-    """Return `tensor` with the attributes in argument `i`.
+def with_attributes(tensor: TensorValue, args: Arguments) -> TensorValue:
+    """Return `tensor` with the attributes in the fourth argument.
 
     The argument is a mapping, or a pair of mappings for an object with slots.
     """
-    state = args.items[i]
+    state = args.items[3]
     if isinstance(state, Tuple) and len(state.items) != 2:
         raise Refused(f"its state is a tuple of {len(state.items)}")
     for part in state.items if isinstance(state, Tuple) else [state]:
@@ -603,7 +603,7 @@ REBUILD: dict[str, Maker] = {
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu_tensor,
     "torch._utils._rebuild_parameter": lambda args: _parameter_of(args, args.check_count(3)),
     "torch._utils._rebuild_parameter_with_state": lambda args: with_attributes(
-        _parameter_of(args, args.check_count(4)), args, 3
+        _parameter_of(args, args.check_count(4)), args
     ),
 }
 

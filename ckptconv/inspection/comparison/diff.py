@@ -82,12 +82,10 @@ def command_that_fits(
         return None  # another edit of names could apply in the wrong order
     again = options_of(edits)
     parts = _parts(a, edits), _parts(b, Edits())
-    files = [Path(path) for path in paths]
-    options = _options(*parts)
-    if options:
-        return command_line("diff", *files, *again, *options, *more)
-    swapped = _options(*parts[::-1]) if not again else None
-    return command_line("diff", *files[::-1], *swapped, *more) if swapped else None
+    for step in (1,) if again else (1, -1):  # options of names apply to the first file
+        if options := _options(*parts[::step]):
+            return command_line("diff", *map(Path, paths[::step]), *again, *options, *more)
+    return None
 
 
 def options_of(edits: Edits) -> tuple[Option, ...]:
@@ -219,7 +217,7 @@ def compare(
     """
     with _paired(a, b, edits, compared, brief=brief, progress=progress, judged=True) as comparison:
         comparison.values.run(progress)
-        difference = replace(comparison.result(), dangers=comparison.dangers)
+        difference = comparison.result()
         if compared.values or compared.histogram:
             difference = replace(difference, differing=comparison.with_statistics(difference.differing))
         return difference
@@ -261,9 +259,9 @@ def _paired(
         with gc_paused():
             checkpoints = opening.read(source_a), opening.read(source_b)
             sides = dict(zip("AB", checkpoints, strict=True)) if judged else {}
-            said = [(side, danger(concerns(each))) for side, each in sides.items()]  # before edits
+            dangers = {side: danger(concerns(checkpoint)) for side, checkpoint in sides.items()}  # before edits
             comparison = _Comparison(*checkpoints, edits, compared, brief=brief)
-            comparison.dangers = tuple(f"{side}: {text}" for side, text in said if text)
+            comparison.dangers = tuple(f"{side}: {text}" for side, text in dangers.items() if text)
             comparison.pair()
             comparison.notes += filter(None, map(opening.interrupted, (source_a, source_b)))
         yield comparison
@@ -426,7 +424,12 @@ class _Comparison:
             made_of=_pair(a.kind, b.kind),
         )
         keys: list[Key] = []
-        if not difference.shape and not difference.made_of and (a.dtype == b.dtype or _are_numbers(a.dtype, b.dtype)):
+        is_comparable = not difference.shape and not difference.made_of
+        if is_comparable and difference.dtype:
+            from ckptconv.byteranges.kernels.comparing import comparable  # imports torch
+
+            is_comparable = comparable(a.dtype, b.dtype)
+        if is_comparable:
             if a.kind == "strided":
                 keys.append(self.values.want(a, b))
             elif not difference.dtype:
@@ -509,6 +512,7 @@ class _Comparison:
             (*self.notes, *self.more_notes(near)),
             self.suggestion(),
             len(near),
+            self.dangers,
         )
 
     def suggestion(self) -> str | None:
@@ -630,13 +634,6 @@ def _is_described(difference: TensorDifference) -> bool:
     """Return whether `difference` contains a difference that is known before values are read."""
     kinds = difference.dtype, difference.shape, difference.device, difference.requires_grad
     return any((*kinds, difference.class_name, difference.made_of))
-
-
-def _are_numbers(a: str, b: str) -> bool:
-    """Return whether elements of the dtypes `a` and `b` can be compared as numbers."""
-    from ckptconv.byteranges.kernels.comparing import comparable
-
-    return comparable(a, b)
 
 
 def _class_of(node: Call, info: TensorInfo, side: Side) -> str:

@@ -57,9 +57,9 @@ from ckptconv.work import work
 KEY_SIZE = 4096  # atoms, or kilobytes, of the largest key or member that is compared by its meaning
 _LATIN_1 = ("latin1", "latin-1", "iso-8859-1")
 #: A key or member as a kind and a value, which can be compared and sorted.
-Said: TypeAlias = tuple[str, object]
+Comparable: TypeAlias = tuple[str, object]
 #: None if it contains an object or is too large.
-Meant: TypeAlias = "Said | None"
+Meant: TypeAlias = "Comparable | None"
 _SETS = {"builtins.set": "set", "builtins.frozenset": "frozenset"}
 
 
@@ -76,9 +76,9 @@ class Side:
         self.only: list[OnlyIn] = []
         self.listed: set[int] = set()  # nodes below objects that the other side does not have
         self.shown: set[int] = set()  # arguments and states below such objects
-        self.said: dict[int, str] = {}
+        self.descriptions: dict[int, str] = {}
         self.meant: dict[int, Meant] = {}  # keys and members, by the ids of their nodes
-        self.sorted: dict[int, list[Said] | None] = {}
+        self.sorted: dict[int, list[Comparable] | None] = {}
 
     def tensor(self, node: Value) -> TensorInfo | None:
         """Return the tensor that the call `node` makes, or None if `node` does not make a tensor that has a path."""
@@ -180,9 +180,9 @@ class Side:
         """Return a short description of `node`. Descriptions of nodes are cached."""
         if not isinstance(node, Node):
             return describe(node)
-        if id(node) not in self.said:  # a node can occur at any number of paths
-            self.said[id(node)] = self._words(node)
-        return self.said[id(node)]
+        if id(node) not in self.descriptions:  # a node can occur at any number of paths
+            self.descriptions[id(node)] = self._words(node)
+        return self.descriptions[id(node)]
 
     def _words(self, node: Node) -> str:
         """Return the description of `node` without the cache."""
@@ -289,7 +289,7 @@ class Meaning:
         items = value.items if isinstance(value, Tuple) else self.side.members(value)
         if items is None or not (is_tuple or self.side.kind(value) == "frozenset"):
             return None
-        meanings: list[Said] = []
+        meanings: list[Comparable] = []
         for item in items:
             meant = self.of(item, depth - 1)
             if meant is None:
@@ -299,19 +299,19 @@ class Meaning:
         return kind, self.numbers.setdefault((kind, same), len(self.numbers))
 
 
-def inside_word(word: Call) -> Value:
+def node_of_arguments(word: Call) -> Value:
     """Return the node with the arguments of `word`, a call that makes a ``torch.device`` or ``torch.Size``."""
     args = args_of(word)
     return args[0] if len(args) == 1 and isinstance(args[0], Tuple) else word.args
 
 
-def said_in(word: Call) -> list[Said]:
+def arguments_in(word: Call) -> list[Comparable]:
     """Return the arguments of `word`, a call that makes a ``torch.device`` or ``torch.Size``, in comparable form."""
-    inside = inside_word(word)
+    inside = node_of_arguments(word)
     return [_atom(item) for item in inside.items] if isinstance(inside, Tuple) else []
 
 
-def _atom(value: Value) -> Said:
+def _atom(value: Value) -> Comparable:
     """Return `value` as a pair of its type and a value that can be sorted. For a node, this is its id."""
     if isinstance(value, float):
         return "float", struct.pack(">d", value + 0.0 if value == value else float("nan"))  # -0.0 is 0.0
@@ -489,9 +489,9 @@ class Pairing:
         devices = torch_device(a), torch_device(b)
         if devices != (None, None):
             return devices[0] == devices[1]
-        pair = "word", id(inside_word(a)), id(inside_word(b))
+        pair = "word", id(node_of_arguments(a)), id(node_of_arguments(b))
         if pair not in self._alike:
-            self._alike[pair] = said_in(a) == said_in(b)
+            self._alike[pair] = arguments_in(a) == arguments_in(b)
         return self._alike[pair]
 
     def _pairs_below(self, a: Place, b: Place) -> list[Place]:
@@ -580,7 +580,7 @@ class Pairing:
             by_key[(meant, times[meant]) if meant else below.segment] = below
         return by_key
 
-    def _sorted(self, node: Value, side: Side) -> list[Said] | None:
+    def _sorted(self, node: Value, side: Side) -> list[Comparable] | None:
         """Return the members of the set `node` sorted by their meaning. Return None if some members are objects.
 
         Sets with objects are compared by the positions of their members.

@@ -422,19 +422,22 @@ class Values:
             raise DifferenceFound
         from ckptconv.byteranges.kernels.summing import bins_of
 
+        largest, of_b, relative = comparer.largest, comparer.largest_of_b, None
+        if largest is not None and of_b is not None:
+            relative = float(largest) / of_b if of_b else inf if largest else 0.0
         times = self._repeats[key]
         exponents = Counter({word: n * times for word, n in comparer.exponents.items()})
         self.found[key] = ValueDifference(
             prod(self.wanted[key][0].shape) * times,
             comparer.differing * times,
-            comparer.largest,
+            largest,
             comparer.largest_relative,
             comparer.not_finite * times,
             Histogram(*bins_of(exponents)) if exponents else None,
-            _relative(comparer.largest, comparer.largest_of_b),
+            relative,
         )
         if comparer.is_near:
-            self.near[key] = float(comparer.largest or 0)
+            self.near[key] = float(largest or 0)
 
 
 class _Together:
@@ -482,13 +485,6 @@ def bytes_of(storage: Storage) -> TensorInfo:
         False,
         True,
     )
-
-
-def _relative(largest: float | int | None, largest_of_b: float | None) -> float | None:
-    """Return `largest` divided by `largest_of_b`. None if one of them is not known, inf for a division by 0."""
-    if largest is None or largest_of_b is None:
-        return None
-    return float(largest) / largest_of_b if largest_of_b else inf if largest else 0.0
 
 
 @lru_cache(maxsize=64)  # many tensors have the same number of elements

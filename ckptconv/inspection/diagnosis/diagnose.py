@@ -70,24 +70,24 @@ def diagnose(
     """
     if text := danger(concerns):
         return Diagnosis([Advice(kind="dangerous", blocks=True, text=text, command=None)], None)
-    whole = Scope(checkpoint, host)
+    complete = Scope(checkpoint, host)
     if checkpoint.is_state_dict:
         unread = containers(checkpoint) or around(checkpoint, loading)
-        issues = [*unread, *prefixes(whole), *averages(whole), *inner_prefixes(whole)]
+        issues = [*unread, *prefixes(complete), *averages(complete), *inner_prefixes(complete)]
         return Diagnosis([advice(checkpoint, issue) for issue in issues], None)
     is_script = checkpoint.script_classes is not None
     refused = what_is_refused(checkpoint, loading)
     code, part, others = opcodes(checkpoint), None, list[Issue]()
     if refused or is_script:
-        code, part, others = refusals(whole, refused, only_data(whole, refused))
+        code, part, others = refusals(complete, refused, only_data(complete, refused))
     if not any(issue.blocks for issue in code):
         code = [*code, *around(checkpoint, loading)]
     module = part.module if part else None
     names = Scope(checkpoint, host, module=module)
-    combined = _combined(whole, code, names)
-    issues = [*combined, *_of_module(names, inner_prefixes(names), code), *averages(whole), *inner_models(whole)]
-    issues += [*twins(whole), *nested(whole), *old_readers(checkpoint)]
-    issues += [*others, *partial_tensors(whole, refused), *unused_bytes(whole), *shared(whole)]
+    combined = _combined(complete, code, names)
+    issues = [*combined, *_of_module(names, inner_prefixes(names), code), *averages(complete), *inner_models(complete)]
+    issues += [*twins(complete), *nested(complete), *old_readers(checkpoint)]
+    issues += [*others, *partial_tensors(complete, refused), *unused_bytes(complete), *shared(complete)]
     if is_script:
         issues = [replace(issue, fix=_of_program(issue.fix, part)) for issue in issues]
     issues.sort(key=lambda issue: not issue.blocks)
@@ -109,8 +109,8 @@ def diagnose(
 def danger(concerns: Sequence[Concern]) -> str:
     """Return a text about the dangerous `concerns`, or "" if none is dangerous."""
     dangers = [concern.name + at_path(concern.path) for concern in concerns if concern.dangerous]
-    said = f"it contains {some(dangers)}, which attacks use and no checkpoint needs: do not load it"
-    return said if dangers else ""
+    text = f"it contains {some(dangers)}, which attacks use and no checkpoint needs: do not load it"
+    return text if dangers else ""
 
 
 def _combined(scope: Scope, code: list[Issue], names: Scope) -> list[Issue]:

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,8 +56,6 @@ def this_host(
     root: Path = Path("/"),
     environ: Mapping[str, str] = os.environ,
     system: str = sys.platform,
-    processor: str | None = None,
-    folders: Iterable[str] | None = None,
 ) -> Host:
     """Return this machine. The parameters replace facts about it in tests.
 
@@ -65,12 +63,10 @@ def this_host(
         root: The folder with ``dev``, ``proc`` and ``sys``, whose files show the GPUs.
         environ: The environment variables.
         system: The name of the system, as in ``sys.platform``.
-        processor: The name of the processor. None means ``platform.machine()``.
-        folders: The folders where torch may be installed. None means ``sys.path``.
     """
-    torch = installed_torch(folders)
+    torch = installed_torch()
     if system == "darwin":
-        return Host(0, mps=(processor or platform.machine()) == "arm64", torch=torch)
+        return Host(0, mps=platform.machine() == "arm64", torch=torch)
     return Host(_cuda(root, environ) if system == "linux" else None, torch=torch)
 
 

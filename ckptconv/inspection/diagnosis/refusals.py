@@ -227,7 +227,8 @@ class Refused:
             parent = id(place.parent.node) if place.parent else 0
             if id(place.node) not in tainted or parent not in opened:
                 continue
-            if _holds_items(place.node) and id(place.node) not in refused:
+            is_dict = isinstance(place.node, Call) and is_global(place.node.callable, "collections.OrderedDict")
+            if (is_dict or isinstance(place.node, Dict)) and id(place.node) not in refused:
                 opened.add(id(place.node))
             elif place.key is None:  # the removal of an element would renumber the others
                 return []
@@ -243,11 +244,6 @@ class Refused:
         ):
             return []
         return [place.path for place in unwanted]
-
-
-def _holds_items(node: Value) -> bool:
-    """Return whether `node` is a dict or OrderedDict, so that items can be removed from it."""
-    return isinstance(node, Dict) or (isinstance(node, Call) and is_global(node.callable, "collections.OrderedDict"))
 
 
 def partial_tensors(scope: Scope, refused: Sequence[tuple[str, Value]]) -> Iterator[Issue]:

@@ -28,6 +28,7 @@ from ckptconv import InputError, UsageError, Verdict, convert, verify
 from ckptconv.byteranges import checksums, fault_sink, record_checks
 from ckptconv.inspection import verification
 from ckptconv.limits import LIMITS
+from ckptconv.render.verdict import verdict_lines
 from tests.support.archives import rezipped
 from tests.support.command import Command
 from tests.support.conversions import saved_at
@@ -533,6 +534,21 @@ def test_the_last_line(here: Path, make: Callable[[str], None], line: str, run: 
     assert without_size == line
 
 
+def test_findings_with_the_same_hint_are_above_one_line() -> None:
+    """The remedy is on a line of its own, below the last finding that it is for."""
+    what = {"os.system": "do not load it", "nt.system": "do not load it", "data/0": None, "builtins.eval": "look"}
+    findings = tuple(verification.Finding("dangerous", name, "a.pt", hint=hint) for name, hint in what.items())
+    lines = [*verdict_lines(Verdict("a.pt", "torch zip", "dangerous", 0, 0, findings))]
+    assert lines[:-1] == [
+        "dangerous: a.pt: os.system",
+        "dangerous: a.pt: nt.system",
+        "  do not load it",
+        "dangerous: a.pt: data/0",
+        "dangerous: a.pt: builtins.eval",
+        "  look",
+    ]
+
+
 def test_json_and_quiet_and_verbose(sound: Path, run: Command) -> None:
     """One object for each path; nothing where nothing is wrong; notes."""
     bad = damaged(Path(shutil.copy(sound, sound.with_name("bad.pt"))), "model/data/0")
@@ -540,11 +556,12 @@ def test_json_and_quiet_and_verbose(sound: Path, run: Command) -> None:
     assert (first["schema_version"], first["ok"], second["ok"]) == (1, True, False)
     assert second["findings"][0]["level"] == "damaged" and second["findings"][0]["where"] == f"{bad}: data/0"
     assert run(sound, "-q").out == ""
-    assert len(run(sound, bad, "-q", status=1).out.splitlines()) == 2
+    _, hint, verdict = run(sound, bad, "-q", status=1).out.splitlines()
+    assert hint == "  download or copy it again" and verdict.startswith("failed")
     plain = sound.with_name("m.safetensors")
     save_file(STATE, plain)
     assert len(run(plain).out.splitlines()) == 1
-    assert len(run(plain, "-v").out.splitlines()) == 2
+    assert run(plain, "-v").out.splitlines()[1:-1] == ["  --expect-sha256 compares the whole file"]
 
 
 def test_a_folder_is_all_checkpoints_in_it(sound: Path, run: Command) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -79,13 +80,19 @@ def test_amd_gpus_are_cuda_too(tmp_path: Path) -> None:
     assert cuda(root) == 0
 
 
-def test_other_systems(tmp_path: Path) -> None:
+def test_other_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Apple's processors have mps and no Mac has cuda; under WSL and elsewhere nobody can
     tell, unless the variable hides all.
     """
-    assert this_host(tmp_path, {}, "darwin", "arm64", []) == Host(0, mps=True)
-    assert this_host(tmp_path, {}, "darwin", "x86_64", []) == Host(0, mps=False)
-    assert this_host(tmp_path, {}, "win32", "AMD64", []) == Host(None)
+    monkeypatch.setattr("sys.path", [])
+    for system, processor, host in (
+        ("darwin", "arm64", Host(0, mps=True)),
+        ("darwin", "x86_64", Host(0, mps=False)),
+        ("win32", "AMD64", Host(None)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr("platform.machine", partial(str, processor))
+            assert this_host(tmp_path, {}, system) == host
 
 
 def test_the_torch_that_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +105,14 @@ def test_the_torch_that_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (folder / name).mkdir(parents=True)
     paths = list(map(str, folders))
     monkeypatch.chdir(folders[2])
-    assert this_host(tmp_path, {}, folders=["", ".", *paths]).torch == "2.9.1+cu126"
-    assert this_host(tmp_path, {}, folders=[str(tmp_path / "none"), *paths[::-1]]).torch == "2.6.0"
-    assert this_host(tmp_path, {}, folders=paths[:1]).torch is None
+    for searched, version in (
+        (["", ".", *paths], "2.9.1+cu126"),
+        ([str(tmp_path / "none"), *paths[::-1]], "2.6.0"),
+        (paths[:1], None),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.path", searched)
+            assert this_host(tmp_path, {}).torch == version
     assert Host(torch="2.99.1+cu126").other_torch == "2.99.1+cu126" and Host(torch="2.1").other_torch == "2.1"
     assert not any(Host(torch=same).other_torch for same in ("2.13.0+cpu", "2.6", "2.15.0a0+git1", None))
     (tmp_path / "dev").mkdir()
