@@ -38,12 +38,14 @@ def warn_of_flaws(torch: str | None) -> None:
 
 def style_of(stream: TextIO) -> Style:
     """Return the style that `stream` supports."""
-    import shutil
+    width = None
+    if stream.isatty():
+        import shutil  # only terminals need it
 
-    terminal = stream.isatty()
+        width = shutil.get_terminal_size().columns
     return Style(
-        width=shutil.get_terminal_size().columns if terminal else None,
-        colour=terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
+        width=width,
+        colour=width is not None and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
         unicode=(stream.encoding or "").lower().startswith("utf"),
     )
 

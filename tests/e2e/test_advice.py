@@ -753,7 +753,6 @@ CASES: dict[str, Case] = {
         lambda m: save_file({"w": torch.ones(1)}, m + ".safetensors"),
         "convert {m}.safetensors --in-place --add-prefix " + "p" * 90, r"same edits:\s+(ckptconv convert .*--force)",
         "the names have it", lambda made: _equal(list(load_file(made)), ["p" * 90 + ".w"]),
-        made="EDITS --add-prefix " + "p" * 90,
     ),
     "a change in place": Case(
         saved(weights, ("cuda:0",)), "convert {m}.pt --to cpu --in-place", r"bytes: (ckptconv undo .*)", "restored",
