@@ -14,7 +14,7 @@ from math import prod
 
 from ckptconv.byteranges.rounding import needs_torch
 from ckptconv.byteranges.sources import SourceFolder
-from ckptconv.byteranges.spans import Data
+from ckptconv.byteranges.spans import Data, Piece
 from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.rebuild_functions import OtherDType
 from ckptconv.checkpoint.storage_ids import change_id, new_id, storage_id
@@ -346,10 +346,8 @@ def refuse_different(checkpoint: Checkpoint) -> None:
     nodes = {id(node) for node in walk([checkpoint.graph.root])}
     segments: dict[int, set[str]] = {}
     for replica in checkpoint.replicas:
-        if replica.pieces:
-            a, b = replica.pieces
-            if a.length == b.length and a.crc32_known() is not None and a.crc32_known() == b.crc32_known():
-                continue
+        if replica.pieces and have_equal_checksums(*replica.pieces):
+            continue
         outer = _droppable(replica.place)
         holder = outer.parent.node if outer and outer.parent else None
         if outer is not None and isinstance(holder, Object):
@@ -369,6 +367,11 @@ def refuse_different(checkpoint: Checkpoint) -> None:
         ]
     if differ:
         raise _difference_error(checkpoint, differ)
+
+
+def have_equal_checksums(a: Piece, b: Piece) -> bool:
+    """Return whether `a` and `b` have the same length, and known checksums that are equal."""
+    return a.length == b.length and a.crc32_known() is not None and a.crc32_known() == b.crc32_known()
 
 
 def _droppable(place: Place) -> Place | None:

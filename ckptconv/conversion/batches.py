@@ -15,6 +15,7 @@ from concurrent.futures import Executor, Future
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -56,22 +57,22 @@ class _ThisThread(JobExecutor):
 
     def __init__(self, tick: Progress | None) -> None:
         self.tick = tick
-        self.most = _most_at_once()
+        #: The limit of open files bounds this number.
+        self.most = int(max(1, min(_AT_ONCE, calls.open_limits()[1] // _OPEN)))
         self._begun: deque[_Begun] = deque()  # in the order of their jobs
         self._synced: SimpleQueue[tuple[list[_Begun], BaseException | None]] = SimpleQueue()
         #: Folders that are being synced, each with the jobs that wait for its next sync.
         self._folders: dict[Path, list[_Begun]] = {}
         self._threads = Threads(self.most, "ckptconv-sync")
-        #: The paths of the running jobs, without their common parents, and the bytes of their inputs; and those of the
-        #: next job.
-        self._paths: set[str] = set()
-        self._nbytes = 0
-        self._next: tuple[set[str], int] = set(), 0
+        self._next: tuple[set[str], int] = set(), 0  # the paths of the next job, and the bytes of its input
 
     def make_room(self, task: Task) -> None:
         """Finish waiting jobs until `task` fits within the limits and none of them has a path in common with it."""
         paths, nbytes = self._next = _paths_and_size(task)
-        while self._begun and (self._nbytes + nbytes > _WAITING or not self._paths.isdisjoint(paths)):
+        while self._begun and (
+            sum(each.nbytes for each in self._begun) + nbytes > _WAITING
+            or any(not each.paths.isdisjoint(paths) for each in self._begun)
+        ):
             self.proceed()
         with contextlib.suppress(Empty):
             while True:
@@ -82,8 +83,6 @@ class _ThisThread(JobExecutor):
         paths, nbytes = self._next
         begun = _Begun(working(task, self.tick), Future(), paths, nbytes)
         self._begun.append(begun)
-        self._paths |= paths
-        self._nbytes += nbytes
         self._go_on(begun, None)
         return begun.future
 
@@ -113,10 +112,7 @@ class _ThisThread(JobExecutor):
         except StopIteration as end:
             begun.outcome, begun.wait = end.value, None
             while self._begun and (outcome := self._begun[0].outcome):
-                done = self._begun.popleft()
-                self._paths -= done.paths
-                self._nbytes -= done.nbytes
-                done.future.set_result(outcome)
+                self._begun.popleft().future.set_result(outcome)
             return
         if isinstance(begun.wait, Path) and begun.wait in self._folders:
             self._folders[begun.wait].append(begun)
@@ -159,11 +155,6 @@ class _Begun:
     nbytes: int
     wait: DiskWait | None = None
     outcome: Outcome | None = None
-
-
-def _most_at_once() -> int:
-    """Return how many files may wait for the disk at the same time. The limit of open files bounds this number."""
-    return int(max(1, min(_AT_ONCE, calls.open_limits()[1] // _OPEN)))
 
 
 def _paths_and_size(task: Task) -> tuple[set[str], int]:
@@ -387,7 +378,7 @@ def _tasks(jobs: Sequence[Job], made: list[Path]) -> Iterator[Task]:
         src, dst = Path(job.src), Path(job.dst)
         if not job.edits.get("dry_run") and dst.parent != last:
             last = dst.parent
-            made += _missing(last)
+            made += takewhile(lambda folder: not os.path.lexists(folder), (last, *last.parents))
         is_new, stamp = not os.path.lexists(dst), None
         if not is_new:
             with contextlib.suppress(OSError, ValueError):
@@ -395,16 +386,8 @@ def _tasks(jobs: Sequence[Job], made: list[Path]) -> Iterator[Task]:
         yield Task(job, new=is_new, stamp=stamp)
 
 
-def _missing(folder: Path) -> Iterator[Path]:
-    """Yield `folder` and its parents, up to the first that exists (which is not included)."""
-    for each in (folder, *folder.parents):
-        if os.path.lexists(each):
-            return
-        yield each
-
-
 def _matched(outcome: Outcome) -> set[tuple[str, object]]:
-    """Return the edits that matched something in this job. Empty if `outcome` does not show that."""
+    """Return the edits that matched something in this job. If `outcome` does not show them, return none."""
     if outcome.is_copy or not (outcome.report or outcome.unmatched):
         return set()
     return set(outcome.job.parsed()[0].several()).difference(outcome.unmatched)

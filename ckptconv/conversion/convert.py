@@ -83,6 +83,7 @@ def running(request: Request, progress: Meter | None = None) -> Steps[Report]:
     started = time.monotonic()
     output = request.output
     path, link = _path_of(request)
+    request = replace(request, dst=path)
     with ExitStack() as opened:
         store = store_of(path, writing=True)
         faults = CheckingSink(keep=store.scratch(path)) if output.verify else None
@@ -93,7 +94,7 @@ def running(request: Request, progress: Meter | None = None) -> Steps[Report]:
         if not request.is_folder:
             _check_target(source, path, force=output.force)
         with gc_paused():
-            plan = plan_source(source, path, request.edits, output, is_folder=request.is_folder, opened=opened)
+            plan = plan_source(source, request, opened)
         placed = store.place(plan.as_new(), replace=output.force, verify=output.verify)
         plan = replace(plan, files=placed.files, old=placed.old, notes=plan.notes + link + placed.notes)
         verified = overflowed = None

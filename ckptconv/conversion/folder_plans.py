@@ -17,12 +17,11 @@ from typing import Any
 from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import Literal, OutFile
 from ckptconv.conversion.discovery import find, find_in
-from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Plan, read_and_plan
 from ckptconv.conversion.target_names import Found, name_in_folder
-from ckptconv.conversion.targets import refuse_one_place
+from ckptconv.conversion.targets import Request, refuse_one_place
 from ckptconv.edits.changes import Changes
-from ckptconv.edits.options import Edits, option_of
+from ckptconv.edits.options import option_of
 from ckptconv.errors import CkptconvError, NoMatchError, count, some
 from ckptconv.formats.distributed import dcp
 from ckptconv.formats.foreign.paths import folder_error
@@ -54,39 +53,34 @@ class _Part:
     unmatched: tuple[tuple[str, object], ...] = ()
 
 
-def plan_source(
-    source: Readable, path: Path, edits: Edits, output: OutputOptions, *, is_folder: bool, opened: ExitStack
-) -> Plan:
-    """Return the plan that converts `source` to `path`, which is a file, or a folder if `is_folder`.
-
-    Other sources that are opened for the plan are closed with `opened`.
-    """
+def plan_source(source: Readable, request: Request, opened: ExitStack) -> Plan:
+    """Return the plan of `request` for its input `source`. Other sources that are opened are closed with `opened`."""
     folder = source if isinstance(source, SourceFolder) else None
-    is_one = output.is_for_ranks or (folder and (format_ := folder_format(folder)) and format_.NAME != SHARDED)
-    if is_folder and folder and not is_one:
-        return _plan_folder(folder, path, edits, output, opened)
-    plan = read_and_plan(source, path, edits, output, is_folder=is_folder)
-    if is_folder:
+    is_one = request.output.is_for_ranks or (folder and (format_ := folder_format(folder)) and format_.NAME != SHARDED)
+    if request.is_folder and folder and not is_one:
+        return _plan_folder(folder, request, opened)
+    plan = read_and_plan(source, request)
+    if request.is_folder:
         return replace(plan, may_go=_successor(plan), like=folder.folder if folder and folder.is_stored else None)
     about = _about_config(source.path.parent, plan) if source.is_stored else []
     return replace(plan, notes=(*plan.notes, *about))
 
 
-def _plan_folder(source: SourceFolder, target: Path, edits: Edits, output: OutputOptions, opened: ExitStack) -> Plan:
-    """Return the plan that converts the folder `source`, or only the set if it is an index, to `target`.
+def _plan_folder(source: SourceFolder, request: Request, opened: ExitStack) -> Plan:
+    """Return the plan of `request` for the folder `source`, or only for the set if it is an index.
 
     An edit may match nothing in a checkpoint if it matches in another. In place, files that are not converted stay.
     Files that are opened become parts of `source`. Raises the first error if no set can be converted, and RefusedError
     for two files with the same path.
     """
-    folder, is_whole = source.folder, source.path.is_dir()
+    folder, target, output, is_whole = source.folder, request.dst, request.output, source.path.is_dir()
     is_listed = output.copy_others or source.is_stored
     every = find(folder) if is_whole else find_in(folder) if is_listed else []
     chosen = [found for found in every if found.kind in ("file", "shards", "dcp")]
     if not is_whole:
         named = Found(source.path, "shards", (source.path,))  # an index may have any name
         chosen = [found for found in chosen if found.path == source.path] or [named]
-    parts = [_plan_part(found, source, target, edits, output, opened) for found in chosen]
+    parts = [_plan_part(found, source, request, opened) for found in chosen]
     typos = _typos(parts)
     done = [part for part in parts if part.plan and part not in typos]
     failed = tuple((part.found.path, part.error) for part in parts if part.error and part not in done)
@@ -183,18 +177,15 @@ def _is_same_folder(a: Path, b: Path) -> bool:
         return False
 
 
-def _plan_part(
-    found: Found, source: SourceFolder, target: Path, edits: Edits, output: OutputOptions, opened: ExitStack
-) -> _Part:
-    """Plan the conversion of `found`, a checkpoint in the folder `source`, to the same relative path in the folder
-    `target`.
-    """
-    place = place_below(found.path, source.folder, target)
+def _plan_part(found: Found, source: SourceFolder, request: Request, opened: ExitStack) -> _Part:
+    """Plan the conversion of `found`, a checkpoint in the folder `source`, to the same relative path in the output."""
+    place = place_below(found.path, source.folder, request.dst)
     is_folder = found.kind == "shards"
     if not is_folder:
-        place = place.with_name(name_in_folder(found, output.format))
+        place = place.with_name(name_in_folder(found, request.output.format))
     elif not found.path.is_dir():
         place = place.parent
+    request = replace(request, dst=request.dst / place, is_folder=is_folder)
     first: NoMatchError | None = None
     unmatched: tuple[tuple[str, object], ...] = ()
     try:
@@ -203,14 +194,14 @@ def _plan_part(
         source.add(part)
         while True:
             try:
-                plan = read_and_plan(part, target / place, edits, output, is_folder=is_folder)
+                plan = read_and_plan(part, request)
                 return _Part(found, plan, first, unmatched)
             except NoMatchError as error:
                 first = first or error
                 if error.unmatched is None:
                     raise
                 unmatched += (error.unmatched,)
-                edits = edits.without(*error.unmatched)
+                request = replace(request, edits=request.edits.without(*error.unmatched))
     except CkptconvError as error:
         return _Part(found, error=error)
 

@@ -126,7 +126,7 @@ def change_in_place(request: Request) -> Report:
         faults = CheckingSink()
         changes, format_ = _plan(files, index, request, faults)
         changed = [file for file in files if file.changes]
-        written = 0 if output.dry_run else _write(changed, keep_journal=not output.no_undo)
+        written = _write(changed, keep_journal=not output.no_undo) if changed and not output.dry_run else 0
     planned = [file.patches for file in files if file.patches]
     verified = Verified(faults.checked, faults.nbytes, output=False)
     return Report(
@@ -241,14 +241,14 @@ def _plan_index(file: _File, names: dict[str, str]) -> None:
     """Plan the change of the index `file`. `names` maps old names to new ones. The order of names is kept."""
     with Source(file.path) as source:
         old = source.read(0, source.size)
-    said = json.loads(old)
-    said["weight_map"] = {names.get(name, name): shard for name, shard in said["weight_map"].items()}
-    if isinstance(said.get("metadata"), dict):  # the metadata contains ties
-        said["metadata"] = {
+    content = json.loads(old)
+    content["weight_map"] = {names.get(name, name): shard for name, shard in content["weight_map"].items()}
+    if isinstance(content.get("metadata"), dict):  # the metadata contains ties
+        content["metadata"] = {
             names.get(key, key): names.get(value, value) if isinstance(value, str) else value
-            for key, value in said["metadata"].items()
+            for key, value in content["metadata"].items()
         }
-    new = (json.dumps(said, indent=2, ensure_ascii=False) + "\n").encode() if names else old
+    new = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode() if names else old
     patches = (Patch(0, old, new),) if new != old else ()
     file.patches = Patches("same size", patches, len(old), len(new), ((0, 0xFF),))
 
@@ -378,64 +378,55 @@ def _check_inside(path: Path, target: Path) -> None:
 def _write(files: list[_File], *, keep_journal: bool) -> int:
     """Write the patches of `files`, each under its journal. Return how many bytes were written.
 
-    Ctrl-C, SIGTERM and SIGHUP are delayed until everything can be undone, or until everything is done.
-    """
-    if not files:
-        return 0
-    done = f"{files[0].path} was changed"
-    if keep_journal:
-        done += "; " + command("undo", files[0].path) + " reverts it"
-    with signals_held(done) as signals:
-        return _write_all(files, signals, keep_journal=keep_journal)
-
-
-def _write_all(files: list[_File], signals: HeldSignals, *, keep_journal: bool) -> int:
-    """Write the patches as :func:`_write` does, while `signals` are delayed.
-
-    The first file is the leader. The change of the set is complete when the leader's journal is marked as done.
+    The first file is the leader. The change of the set is complete when the leader's journal is marked as done. Ctrl-C,
+    SIGTERM and SIGHUP are delayed until everything can be undone, or until everything is done.
     """
     leader = files[0]
-    names = tuple(file.path.name for file in files) if len(files) > 1 else ()
-    journals_ = [_journal(file, names, None if file is leader else leader.path.name) for file in files]
-    pairs = [*zip(files, journals_, strict=True)]
-    if names:  # an old journal next to a new one would restore too much
-        with as_output_error(leader.path):
-            writing.discard_journals(*(file.path for file in files))
-    for file, journal in pairs:
+    done = f"{leader.path} was changed"
+    if keep_journal:
+        done += "; " + command("undo", leader.path) + " reverts it"
+    with signals_held(done) as signals:
+        names = tuple(file.path.name for file in files) if len(files) > 1 else ()
+        journals_ = [_journal(file, names, None if file is leader else leader.path.name) for file in files]
+        pairs = [*zip(files, journals_, strict=True)]
+        if names:  # an old journal next to a new one would restore too much
+            with as_output_error(leader.path):
+                writing.discard_journals(*(file.path for file in files))
+        for file, journal in pairs:
+            try:
+                writing.write_journal(file.path, journal)
+            except OSError as error:
+                _take_back(pairs, begun=0)
+                raise OutputError(
+                    f"the undo journal cannot be written, so nothing was changed: {error.strerror}",
+                    where=journal_path(file.path),
+                    hint=_remedy(error, file.path.parent),
+                ) from error
+        written = 0
+        for i, (file, journal) in enumerate(pairs, 1):
+            _deliver(signals, pairs, begun=i - 1)
+            try:
+                with as_output_error(file.path):
+                    if i == 1 and names:
+                        written += writing.spoil(files[-1].fd, journals_[-1])
+                    written += writing.apply(file.fd, journal)
+            except OutputError as error:
+                back = _take_back(pairs, begun=i)
+                error.hint = "nothing was changed" if back else command("undo", leader.path)
+                raise
+        _deliver(signals, pairs, begun=len(pairs))
         try:
-            writing.write_journal(file.path, journal)
+            for file in files:  # the leader first
+                writing.mark_journal(file.path, DONE)
+            for file in files[::-1] if not keep_journal else ():
+                writing.discard_journals(file.path)
         except OSError as error:
-            _take_back(pairs, begun=0)
             raise OutputError(
-                f"the undo journal cannot be written, so nothing was changed: {error.strerror}",
-                where=journal_path(file.path),
-                hint=_remedy(error, file.path.parent),
+                f"the change could not be finished: {error.strerror}",
+                where=leader.path,
+                hint=command("undo", leader.path),
             ) from error
-    written = 0
-    for i, (file, journal) in enumerate(pairs, 1):
-        _deliver(signals, pairs, begun=i - 1)
-        try:
-            with as_output_error(file.path):
-                if i == 1 and names:
-                    written += writing.spoil(files[-1].fd, journals_[-1])
-                written += writing.apply(file.fd, journal)
-        except OutputError as error:
-            back = _take_back(pairs, begun=i)
-            error.hint = "nothing was changed" if back else command("undo", leader.path)
-            raise
-    _deliver(signals, pairs, begun=len(pairs))
-    try:
-        for file in files:  # the leader first
-            writing.mark_journal(file.path, DONE)
-        for file in files[::-1] if not keep_journal else ():
-            writing.discard_journals(file.path)
-    except OSError as error:
-        raise OutputError(
-            f"the change could not be finished: {error.strerror}",
-            where=leader.path,
-            hint=command("undo", leader.path),
-        ) from error
-    return written
+        return written
 
 
 def _deliver(signals: HeldSignals, files: list[tuple[_File, Journal]], *, begun: int) -> None:

@@ -233,7 +233,7 @@ def _run(request: Request, tick: Progress | None) -> Steps[Report]:
 
 
 def _done_before(request: Request) -> Report | None:
-    """Return the report about `request` if its output exists and has the right bytes. Else return None.
+    """Return the report about `request` if its output exists and has the right bytes. Otherwise return None.
 
     The input is converted again, to a temporary folder next to the output, and the bytes are compared.
     """

@@ -69,8 +69,8 @@ class SaveOptions(PlanOptions, total=False):
     ]
 
 
-class WriteOptions(SaveOptions, total=False):
-    """The options of functions that write a checkpoint to another place."""
+class ConvertOptions(SaveOptions, total=False):
+    """The options of :func:`ckptconv.convert`."""
 
     max_shard_size: Annotated[
         int | str | None,
@@ -109,11 +109,6 @@ class WriteOptions(SaveOptions, total=False):
             DOWNLOAD.doc,
         ),
     ]
-
-
-class ConvertOptions(WriteOptions, total=False):
-    """The options of :func:`ckptconv.convert`."""
-
     in_place: Annotated[
         bool,
         Flag(

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptconv.byteranges.checksums import check_crc32, checksum
@@ -58,9 +57,7 @@ class PlannedFile:
     def __enter__(self) -> PlannedFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._opened.close()
 
     @property
@@ -132,14 +129,10 @@ def plan_files(src: Input, request: Request) -> tuple[PlannedFile, ...]:
     All files have the same report. Closing one of them closes the source. Raises the errors of :func:`plan`.
     """
     started = time.monotonic()
-    path, edits, output = request.dst, request.edits, request.output
     with ExitStack() as opened:
-        source = opened.enter_context(open_input(src, download=output.download))
+        source = opened.enter_context(open_input(src, download=request.output.download))
         with gc_paused():
-            if request.is_folder:
-                planned = plan_source(source, path, edits, output, is_folder=True, opened=opened)
-            else:
-                planned = read_and_plan(source, path, edits, output)
+            planned = plan_source(source, request, opened) if request.is_folder else read_and_plan(source, request)
         seconds = time.monotonic() - started
         report = report_of(planned, source, seconds=seconds, written=False, notes=request.notes)
         kept = opened.pop_all()

@@ -16,6 +16,7 @@ from ckptconv.checkpoint.safe_globals import needed_import
 from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.checkpoint.weights_only.unpickler import may_have_obstacles
 from ckptconv.conversion.options import USUAL, OutputOptions
+from ckptconv.conversion.targets import Request
 from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices
@@ -37,19 +38,7 @@ from ckptconv.result import Result
 from ckptconv.safety.scan import dangers_carried
 from ckptconv.safety.torch_load import CALL, torch_loading
 from ckptconv.stores.base import NO_OLD_SET, OldSet
-
-
-class _Planned(Readable):
-    """A file that is planned but not written, as a source that is read by position."""
-
-    def __init__(self, file: OutFile) -> None:
-        self.path, self.size = file.path, file.size
-        self._stream = VirtualFile(file)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the planned bytes at `offset`."""
-        self._stream.seek(offset)
-        self._stream.readinto(buffer)
+from ckptconv.stores.memory import FileObjectSource
 
 
 def prove_that_it_loads(file: OutFile, source: Path) -> None:
@@ -57,7 +46,7 @@ def prove_that_it_loads(file: OutFile, source: Path) -> None:
 
     Raises RefusedError if torch refuses the file, or if the answer is not known.
     """
-    loading = torch_loading(opening.read_file(_Planned(file)))
+    loading = torch_loading(opening.read_file(FileObjectSource(VirtualFile(file))))
     if not loading.loads:
         raise RefusedError(
             f"it cannot be proved that {CALL} loads the output",
@@ -86,9 +75,9 @@ class Plan:
         is_folder: Whether the target is a folder.
         files: The files to write.
         changes: The changes that the edits made.
+        notes: Notes that the report includes.
         ties: Names that the target stores only as texts, each with the name of the tensor that it is tied to.
         left_behind: Objects of the source that the target does not contain.
-        notes: Notes that the report includes.
         others: The files of a folder that are copied unchanged.
         failed: The checkpoints of a folder that cannot be converted, with their errors.
         may_go: Returns whether a file of an old target folder may be deleted. Its argument is the relative path.
@@ -101,9 +90,9 @@ class Plan:
     is_folder: bool
     files: tuple[OutFile, ...]
     changes: Changes
-    ties: tuple[tuple[str, str], ...]
-    left_behind: tuple[LeftBehind, ...]
     notes: tuple[str, ...]
+    ties: tuple[tuple[str, str], ...] = ()
+    left_behind: tuple[LeftBehind, ...] = ()
     others: tuple[OtherFile, ...] = ()
     failed: tuple[tuple[Path, CkptconvError], ...] = ()
     may_go: Callable[[str], bool] = no_name
@@ -277,8 +266,6 @@ def _program_plan(checkpoint: Checkpoint, path: Path, edits: Edits, output: Outp
         is_folder=False,
         files=tuple(replace(file, mode=checkpoint.source.mode) for file in layout.files),
         changes=changes,
-        ties=(),
-        left_behind=(),
         notes=(*checkpoint.notes, *changes.notes),
     )
 
@@ -323,16 +310,15 @@ def _check_writer(writer: Writer, path: Path, *, copy_tied: bool, loadable: bool
         )
 
 
-def read_and_plan(
-    source: Readable, path: Path, edits: Edits, output: OutputOptions = USUAL, *, is_folder: bool = False
-) -> Plan:
-    """Read the checkpoint in `source`, and return :func:`make_plan` for it.
+def read_and_plan(source: Readable, request: Request) -> Plan:
+    """Read the checkpoint in `source`, and return :func:`make_plan` for it and `request`.
 
-    If neither an option nor the suffix of `path` determines the format, the format of the source is used. If the suffix
-    allows another format too, a note tells how to choose it.
+    If neither an option nor the suffix of the output determines the format, the format of the source is used. If the
+    suffix allows another format too, a note tells how to choose it.
     """
-    checkpoint, selected = opening.read_selected(source, edits.select)
-    edits = replace(edits, select=selected)
+    path, output, is_folder = request.dst, request.output, request.is_folder
+    checkpoint, selected = opening.read_selected(source, request.edits.select)
+    edits = replace(request.edits, select=selected)
     shards = writer_for(objects=not checkpoint.is_state_dict).word
     usual = shards if is_folder else usual_format(path.name, checkpoint.format)
     plan = make_plan(checkpoint, path, edits, replace(output, format=output.format or usual), is_folder=is_folder)
@@ -387,11 +373,9 @@ def report_of(
 
 
 def _about_rounding(changes: Changes, overflowed: Overflow | None) -> list[str]:
-    """Return a note with the version of torch, if numbers overflowed in a cast to float8_e4m3fn.
+    """Return a list with the version of torch in a note, if numbers overflowed in a cast to float8_e4m3fn.
 
-    Else return an empty list.
-
-    Versions of torch differ in the result of such a cast.
+    Versions of torch differ in the result of such a cast. Otherwise the list is empty.
     """
     torch = sys.modules.get("torch")
     if torch is None or not overflowed or all(new != "float8_e4m3fn" for _, new in changes.dtypes):

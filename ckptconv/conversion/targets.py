@@ -125,8 +125,8 @@ def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> t
     suffix.
 
     Returns:
-        The path and the format: `format`, or else the only format that the suffix of the path allows. None if the
-        suffix allows several.
+        The path and the format: `format`, or else the only format that the suffix of the path allows. The format
+        is None if the suffix allows several.
 
     Raises:
         UsageError: `format` and the suffix contradict each other, or `dst` cannot be a path.
@@ -320,12 +320,15 @@ def _of_one(src: Path, dst: str | os.PathLike[str], asked: Request, *, to_folder
     is_dir = is_folder(src)
     kind: Kind | None = _kind_of(src) if is_dir else "shards" if is_index_file(src) else "file"
     if not to_folder and (is_set or output.copy_others):
-        said = option("copy_others")
+        asking = option("copy_others")
         if is_set:
-            said = option("format", output.format) if output.is_for_ranks else option("max_shard_size", None)
-        what = said + " needs a folder as the output"
+            asking = option("format", output.format) if output.is_for_ranks else option("max_shard_size", None)
+        what = asking + " needs a folder as the output"
         raise UsageError(what, where=path, expected="a folder, or a path without a suffix")
-    if rank_names.is_pattern(src) or (not kind and (is_set or not to_folder) and _are_ranks(src)):
+    is_one = is_set or not to_folder
+    if rank_names.is_pattern(src) or (
+        not kind and is_one and (rank_names.are_in(src) or zero_names.files_of(src) is not None)
+    ):
         return _of_ranks(src, asked, to_folder=to_folder)
     if kind == "file" and not is_set:
         return Listing((replace(asked, src=src, dst=find_target(src, dst, output.format)[0]),))
@@ -343,15 +346,10 @@ def _of_one(src: Path, dst: str | os.PathLike[str], asked: Request, *, to_folder
     return _of_tree(src, path, asked)
 
 
-def _are_ranks(folder: Path) -> bool:
-    """Return whether `folder` contains the files of all ranks of a run, which are read as one checkpoint."""
-    return rank_names.are_in(folder) or zero_names.files_of(folder) is not None
-
-
 def _kind_of(folder: Path) -> Kind | None:
     """Return the kind of the checkpoint that the files directly in `folder` form: ``shards`` or ``dcp``.
 
-    None without one.
+    Return None if they form none.
     """
     kinds = {each.kind for each in find_in(folder)}
     return "shards" if "shards" in kinds else "dcp" if "dcp" in kinds else None
@@ -367,7 +365,7 @@ def _beside(folder: Path, kind: Kind) -> tuple[Path, ...]:
 
 
 def _about_others(folder: Path, other: Sequence[Path], *, hint: bool = True) -> tuple[str, ...]:
-    """Return a tuple with a note about the `other` files in `folder`, which are not converted. Empty if there are none.
+    """Return a tuple with a note about the `other` files in `folder`, which are not converted, if there are any.
 
     With `hint`, the note names the option that copies them.
     """
@@ -379,15 +377,12 @@ def _about_others(folder: Path, other: Sequence[Path], *, hint: bool = True) -> 
 
 
 def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
-    """Return a tuple with a note about the inputs that are single shards without their index.
-
-    Empty if there are none.
-    """
+    """Return a tuple with a note about the inputs that are single shards without their index, if there are any."""
     shards = [src for src in srcs if sets_in([src.name]) and not is_index_file(src)]
     if not shards:
         return ()
-    whole = command("convert", shards[0].parent, Placeholder("OUT_FOLDER"))
-    return (f"{count(len(shards), 'shard')} without an index; to convert the set: " + whole,)
+    of_set = command("convert", shards[0].parent, Placeholder("OUT_FOLDER"))
+    return (f"{count(len(shards), 'shard')} without an index; to convert the set: " + of_set,)
 
 
 def _of_several(src: Path, asked: Request) -> Listing:
@@ -408,7 +403,7 @@ def _of_several(src: Path, asked: Request) -> Listing:
 def _as_pattern(srcs: Sequence[Path]) -> Sequence[Path]:
     """Return a list with the pattern of `srcs` if all of them are rank files of one run in one folder.
 
-    Else return `srcs`.
+    Otherwise return `srcs`.
 
     Raises UsageError if the folder contains more rank files of the run than `srcs`.
     """

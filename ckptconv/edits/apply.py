@@ -14,6 +14,7 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import Detected
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.dtype_casts import cast
+from ckptconv.edits.error_paths import names_checkpoint
 from ckptconv.edits.loadable.making import make_loadable
 from ckptconv.edits.optimizers import Followers
 from ckptconv.edits.options import Edits
@@ -24,6 +25,7 @@ from ckptconv.edits.views import compact
 from ckptconv.hints import option
 
 
+@names_checkpoint
 def apply(
     checkpoint: Checkpoint,
     edits: Edits,

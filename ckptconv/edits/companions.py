@@ -21,9 +21,7 @@ _WEIGHTS = ("weight", "qweight")
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def check_companions(
-    path: str, before: Sequence[str], after: Collection[str], groups: Sequence[Group], where: object
-) -> list[str]:
+def check_companions(path: str, before: Sequence[str], after: Collection[str], groups: Sequence[Group]) -> list[str]:
     """Check the tensors that belong to regrouped tensors. Return a list with a note if biases of stacked weights stay.
 
     Args:
@@ -31,7 +29,6 @@ def check_companions(
         before: Its names before all rules.
         after: Its names after all rules.
         groups: The groups of tensors that were regrouped.
-        where: The file, for errors.
 
     Raises:
         RefusedError: A bias or quantization state of a regrouped tensor was not regrouped, or is cut differently.
@@ -39,7 +36,7 @@ def check_companions(
     group_of = {name: group for group in groups for name in group.old}
     if not group_of:
         return []
-    _check_gates(groups, where)
+    _check_gates(groups)
     left = _Beside([name for name in before if name in after])
     taken = _Beside([*group_of])
     stacked: list[str] = []
@@ -48,7 +45,6 @@ def check_companions(
         if state:
             raise RefusedError(
                 f"{state} belongs to {name}, which is regrouped, and no rule takes it",
-                where=where,
                 got=str(group.rule),
                 expected=f"a rule for each of them in {path}",
             )
@@ -56,7 +52,6 @@ def check_companions(
             if not _is_cut_alike(group.geometry, group_of[other].geometry, is_split=bool(group.rule.whole_is_read)):
                 raise RefusedError(
                     f"{name} is not cut where the blocks of {other} end",
-                    where=where,
                     expected=f"parts of whole blocks: {_sizes(group.geometry)}",
                     got=_sizes(group_of[other].geometry),
                 )
@@ -64,7 +59,6 @@ def check_companions(
             if group.geometry.dim is not None:
                 raise RefusedError(
                     f"{bias} belongs to {name}, which is split or joined, and no rule takes it",
-                    where=where,
                     got=str(group.rule),
                     expected=f"a rule for each of them in {path}",
                 )
@@ -73,7 +67,7 @@ def check_companions(
     return [f"the weights next to {some(names)} are stacked, but these biases are unchanged"] if names else []
 
 
-def _check_gates(groups: Sequence[Group], where: object) -> None:
+def _check_gates(groups: Sequence[Group]) -> None:
     """Raise RefusedError if the shape of stacked gates, [E, 2I, H], does not fit the down projection, [E, H, I]."""
     wholes = {(group.old if group.rule.whole_is_read else group.new)[0]: group.geometry.shape for group in groups}
     for name, shape in wholes.items():
@@ -81,7 +75,6 @@ def _check_gates(groups: Sequence[Group], where: object) -> None:
         if name.endswith("gate_up_proj") and other and shape[1:] != (2 * other[-1], *other[1:-1]):
             raise RefusedError(
                 f"{name} has its dimensions in an order that the rules are not for",
-                where=where,
                 expected=f"{[other[0], 2 * other[-1], *other[1:-1]]} beside down_proj {[*other]}",
                 got=f"{[*shape]}",
             )
@@ -127,28 +120,28 @@ class _Beside:
                 yield bias
 
 
-def _is_cut_alike(of: Geometry, state: Geometry, *, is_split: bool) -> bool:
+def _is_cut_alike(tensor: Geometry, state: Geometry, *, is_split: bool) -> bool:
     """Return whether a tensor and its scales are cut at the same blocks.
 
     The size of a block is determined from the sizes of the tensors that are read. If several are possible, all must
     fit.
 
     Args:
-        of: The geometry of the tensor.
+        tensor: The geometry of the tensor.
         state: The geometry of the scales or other state.
         is_split: Whether the rule splits the tensor.
     """
-    if (of.part_dim, len(of.stack), of.groups, of.named) != (
+    if (tensor.part_dim, len(tensor.stack), tensor.groups, tensor.named) != (
         state.part_dim,
         len(state.stack),
         state.groups,
         state.named,
-    ) or len(of.sizes) != len(state.sizes):
+    ) or len(tensor.sizes) != len(state.sizes):
         return False
-    pairs = [*zip(of.sizes, state.sizes, strict=True)]
-    known = [(sum(of.sizes), sum(state.sizes))] if is_split else pairs
+    pairs = [*zip(tensor.sizes, state.sizes, strict=True)]
+    known = [(sum(tensor.sizes), sum(state.sizes))] if is_split else pairs
     blocks = [block for block in _BLOCKS if all(-(-size // block) == number for size, number in known)]
-    cut = pairs if of.groups > 1 else pairs[:-1]  # the last block can be smaller
+    cut = pairs if tensor.groups > 1 else pairs[:-1]  # the last block can be smaller
     return not pairs or (bool(blocks) and all(size == number * block for size, number in cut for block in blocks))
 
 

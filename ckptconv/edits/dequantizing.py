@@ -67,7 +67,7 @@ def dequantize(checkpoint: Checkpoint, rules: Sequence[DTypeRule], changes: Chan
             n, layout, program = other
             changes.notes.append(f"{count(n, 'weight')} of {layout} stay quantized: {program} decodes them")
         if asked:
-            _refuse_orphans(checkpoint, rules, found, known, quantized)
+            _refuse_orphans(rules, found, known, quantized)
             weights.replace(found, known, asked)
             changes.still_quantized += len(quantized) - len(asked)
     if changes.still_quantized:
@@ -113,7 +113,6 @@ def _is_asked(rules: Sequence[DTypeRule], path: str, name: str, *, exactly: bool
 
 
 def _refuse_orphans(
-    checkpoint: Checkpoint,
     rules: Sequence[DTypeRule],
     found: StateDict,
     tensors: Mapping[str, TensorInfo],
@@ -128,7 +127,6 @@ def _refuse_orphans(
         globs = tuple(glob_of(tensors[name].path, name) for name in lone[:_MOST])
         raise RefusedError(
             f"a weight has no scale, or a scale has no weight: {some(lone)}",
-            where=checkpoint.source.path,
             got=f"{count(len(quantized), 'weight')} with scales",
             hint="convert the whole set, if this is a part of it; or leave them out: " + option("exclude", globs),
         )
@@ -172,12 +170,10 @@ class _Weights:
         """Raise RefusedError if the values of `each` are not certain, and CollisionError if its new name exists
         already.
         """
-        where = self.checkpoint.source.path
         if each.trouble:
             what, expected, got = each.trouble
             raise RefusedError(
                 f"{what}, so the values of {each.weight} are not certain",
-                where=where,
                 expected=expected,
                 got=got,
                 hint=(
@@ -187,9 +183,9 @@ class _Weights:
                 ),
             )
         if each.weight != each.codes and each.weight in tensors:
-            raise CollisionError(f"{each.codes} would become {each.weight}, which exists", where=where)
+            raise CollisionError(f"{each.codes} would become {each.weight}, which exists")
         if self.checkpoint.byteorder == "big":
-            raise RefusedError("scales in a big-endian file cannot be read", where=where, got=each.scales[0])
+            raise RefusedError("scales in a big-endian file cannot be read", got=each.scales[0])
 
     def _piece(self, name: str, info: TensorInfo) -> Piece:
         """Return the bytes of the tensor `name`. Raise RefusedError if they are deflated or made of other bytes."""
@@ -197,7 +193,6 @@ class _Weights:
         if info.conj or info.neg or not piece.ranges():
             raise RefusedError(
                 f"the bytes of {name} are not stored in one piece (deflated, or made of others)",
-                where=self.checkpoint.source.path,
                 hint="convert it first: " + command("convert", self.checkpoint.source.path, Placeholder("OUT")),
             )
         return piece

@@ -123,7 +123,11 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
         is_part = tie.info.kind == "strided" and tie.info.view in jagged
         why = "part of a jagged tensor" if is_part else _obstacle(tie, tie.rule, tied, views)
         if tie.scale and not why:
-            raise _scaled(checkpoint, tie)
+            raise RefusedError(
+                f"{tie.named[0]} is {tie.info.dtype}, and a cast does not multiply it by its scale, {tie.scale}",
+                got=str(tie.rule),
+                hint="fp32, fp16 and bf16 do; a dtype without a GLOB casts only the other weights",
+            )
         if why:
             changes.not_cast.setdefault(why, []).extend(tie.paths)
         else:
@@ -140,16 +144,6 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
     if not (changes.dtypes or changes.not_cast):
         why = "all selected tensors have this dtype already" if any(tie.rule for tie in ties) else _NO_WEIGHTS
         changes.notes.append(why + ", so " + option("dtype", None) + " changed nothing")
-
-
-def _scaled(checkpoint: Checkpoint, tie: _Tie) -> RefusedError:
-    """Return the error for a float8 weight that would be cast without its scale."""
-    return RefusedError(
-        f"{tie.named[0]} is {tie.info.dtype}, and a cast does not multiply it by its scale, {tie.scale}",
-        where=checkpoint.source.path,
-        got=str(tie.rule),
-        hint="fp32, fp16 and bf16 do; a dtype without a GLOB casts only the other weights",
-    )
 
 
 def _obstacle(tie: _Tie, rule: DTypeRule, tied: list[View], views: Views) -> str | None:
@@ -337,10 +331,7 @@ class _Chooser:
         return [path, f"./{path}", own, f"./{own}"]
 
     def names_at(self, place: Place) -> list[str]:
-        """Return the name of the node at `place` in its state dict, or else its names in pickled modules.
-
-        Can be empty.
-        """
+        """Return the name of the node at `place` in its state dict, or else its names in pickled modules, if any."""
         if place.key is not None and place.parent is not None and id(place.parent.node) in self.state_dicts:
             return [place.key]
         return self.names.get(id(place.node), [])
@@ -351,12 +342,10 @@ class _Chooser:
 
     def unmatched(self, rule: DTypeRule, places: list[Place]) -> NoMatchError:
         """Return the error for `rule`, which matches no tensor or only tensors that it cannot cast."""
-        where = self.checkpoint.source.path
         match = next((place for place in places if self.rank(rule, place)), None)
         if match is not None:
             return NoMatchError(
                 f"{rule.glob!r} matches no floating-point tensor",
-                where=where,
                 got=f"{self.nodes[id(match.node)].dtype} at {match.path}",
                 hint="integers are only cast by the full path of a tensor, without a wildcard",
                 unmatched=("dtypes", rule),
@@ -371,7 +360,6 @@ class _Chooser:
                 break
         return NoMatchError(
             f"no {'tensor' if slash else 'name in a state dict'} matches {glob!r}",
-            where=where,
             expected=(
                 f"something like {known[0].path if slash else self.names_at(known[0])[0]}"
                 if known

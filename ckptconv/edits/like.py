@@ -61,7 +61,7 @@ def _main(checkpoint: Checkpoint) -> StateDict:
     found = [each for each in checkpoint.detected.main() if isinstance(each, StateDict)]
     if len(found) != 1:
         got = some([each.path for each in found]) or "none"
-        raise RefusedError("one state dict is needed for the order of names", where=checkpoint.source.path, got=got)
+        raise RefusedError("one state dict is needed for the order of names", got=got)
     return found[0]
 
 
@@ -76,7 +76,7 @@ def _order_weights(checkpoint: Checkpoint, ours: StateDict, theirs: StateDict, c
     names = ours.names()
     if not place_of.keys() & set(names):
         got = f"{some(names)}; the other has {some([*place_of])}"
-        raise RefusedError("the other checkpoint has none of the names", where=checkpoint.source.path, got=got)
+        raise RefusedError("the other checkpoint has none of the names", got=got)
     extra = [
         place
         for place in checkpoint.places
@@ -121,13 +121,12 @@ def _order_optimizer(
     _note_missing(optimizer.path, listed - key_of.keys(), changes)
     groups, graph = [], ours.checkpoint.graph
     for i, group in enumerate(wanted):
-        there = set(group)
-        origins = [each for each in optimizer.groups if any(names[key] in there for key in each.params)]
+        members = set(group)
+        origins = [each for each in optimizer.groups if any(names[key] in members for key in each.params)]
         options = [options_of(each) for each in origins or ([] if group else optimizer.groups[i : i + 1])]
         if not options or not all(are_same(each, options[0]) for each in options):
             raise RefusedError(
                 f"it is not known which options group {i} of the optimizer{at_path(optimizer.path)} has",
-                where=ours.checkpoint.source.path,
                 got="parameters of groups with different options"
                 if options
                 else f"none of {some(group)} is in a group",

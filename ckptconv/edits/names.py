@@ -175,7 +175,7 @@ def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Calla
 def is_wrapped(names: Collection[str]) -> bool:
     """Return whether all of `names` start with ``module.``, after other wrappers are removed.
 
-    False if there are no names.
+    Return False if there are no names.
     """
     return bool(names) and all(_without_words(name).startswith(_MODULE) for name in names)
 

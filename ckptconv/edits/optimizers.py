@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.optimizers import (
@@ -54,7 +54,7 @@ class Followers:
         self._kept: set[str] | None = None  # the names to keep in the model of another checkpoint
         averages = {id(found) for found in of.detected.averages()}
         if len(self.optimizers) * len(of.detected.state_dicts) > LIMITS.optimizer_steps // 100:
-            raise LimitError("too many optimizers and state dicts", where=checkpoint.source.path)
+            raise LimitError("too many optimizers and state dicts")
         self.models: list[tuple[StateDict, Weights]] = [
             (found, weights_in(found, of.index, is_ordered=not of.is_state_dict))
             for found in of.detected.state_dicts
@@ -69,38 +69,37 @@ class Followers:
         """
         if self.of is self.checkpoint:
             return edits
-        names = [name for _, weights in self.models for name in weights.shapes]
-        hits: dict[str, dict[str, set[str]]] = {"include": {}, "exclude": {}}
-        for field, found in hits.items():
-            for glob in getattr(edits, field):
-                if "/" in glob:
-                    continue
-                found[glob] = {name for name in names if matches(glob, name, name)}
-                if not found[glob]:
-                    what = f"no name in the model matches {glob!r}"
-                    raise NoMatchError(what, where=self.checkpoint.source.path, unmatched=(field, glob))
-        kept = set().union(*hits["include"].values()) if hits["include"] else set(names)
-        self._kept = kept.difference(*hits["exclude"].values())
-        include, exclude = (tuple(each for each in getattr(edits, field) if each not in hits[field]) for field in hits)
-        return replace(edits, include=include, exclude=exclude)
+        names = {name for _, weights in self.models for name in weights.shapes}
+        self._kept = names
+        fields = "include", "exclude"
+        for field in fields:
+            hits: set[str] = set()
+            for glob in (glob for glob in getattr(edits, field) if "/" not in glob):
+                found = {name for name in names if matches(glob, name, name)}
+                if not found:
+                    raise NoMatchError(f"no name in the model matches {glob!r}", unmatched=(field, glob))
+                hits |= found
+            if hits:
+                self._kept = self._kept & hits if field == "include" else self._kept - hits
+        paths: Any = {field: tuple(glob for glob in getattr(edits, field) if "/" in glob) for field in fields}
+        return replace(edits, **paths)
 
     def follow_selection(self, changes: Changes) -> None:
         """Remove the state of weights that were removed from the checkpoint.
 
         Raises RefusedError if it is not known which state belongs to them.
         """
-        there = {id(node) for node in self.checkpoint.index.nodes} if self.models else set()
+        remaining = {id(node) for node in self.checkpoint.index.nodes} if self.models else set()
         dropped: dict[int, frozenset[str]] = {}
         for found, weights in self.models:
-            if id(found.node) in there or self._kept is not None:
+            if id(found.node) in remaining or self._kept is not None:
                 kept = set(found.names()) if self._kept is None else self._kept
                 dropped[id(weights)] = frozenset(weights.shapes.keys() - kept)
         names = [name for each in dropped.values() for name in sorted(each)]
         if not names:
             return
-        there = self.checkpoint.detected.optimizer_nodes
         for optimizer in self.optimizers:
-            if id(optimizer.node) in there:
+            if id(optimizer.node) in self.checkpoint.detected.optimizer_nodes:
                 ask = partial(_keys_dropped, optimizer, dropped, in_order=self.in_order)
                 gone = self.agreed(optimizer, f"which state goes with {some(names)}", ask)
                 self.leave_out(optimizer, gone, _WITH_WEIGHTS, changes)
@@ -153,7 +152,7 @@ class Followers:
             hints.append("to leave out the optimizer: " + option("drop", optimizer.path))
         raise RefusedError(
             f"it is not known {what} in the optimizer{at_path(optimizer.path)}",
-            where=self.checkpoint.source.path,
+            where=self.checkpoint.source.path,  # the state dict can be in another checkpoint
             got=doubt,
             hint=joined(*hints, separator="; or ") if hints else None,
         )
@@ -183,7 +182,6 @@ class Followers:
                 hints.append(option("optimizer_order", "model") + order)
             raise RefusedError(
                 f"the new parameter numbers are not known for the optimizer{at_path(optimizer.path)}",
-                where=self.checkpoint.source.path,
                 got=f"{torn[0]} without the other parameters of its module" if torn else None,
                 hint=joined(*hints, separator="; "),
             )
@@ -255,9 +253,9 @@ def _keys_dropped(
     kept = {first: name for name, first in weights.first.items() if name not in dropped}
     names = names_in(optimizer, weights, in_order=in_order)
     if isinstance(names, dict):
-        there = {weights.first.get(name) for name in names.values() if name not in dropped}
+        updated = {weights.first.get(name) for name in names.values() if name not in dropped}
         gone: set[Key] | str = {key for key, name in names.items() if name in dropped}
-        torn = [names[key] for key in gone if weights.first[names[key]] in kept.keys() - there]
+        torn = [names[key] for key in gone if weights.first[names[key]] in kept.keys() - updated]
     elif in_order or optimizer.names is not None:
         return names
     else:

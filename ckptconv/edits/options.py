@@ -5,8 +5,8 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, fields, replace
-from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, get_origin
 
 from ckptconv.edits.devices import Devices, MapLocation, Rule, to_devices
 from ckptconv.edits.dtype_rules import DTypeLike, DTypeRule, to_dtypes
@@ -82,8 +82,8 @@ class NameOptions(TypedDict, total=False):
     ]
 
 
-class RegroupOptions(TypedDict, total=False):
-    """The options that split, join and stack tensors."""
+class EditOptions(PartOptions, NameOptions, total=False):
+    """All options that change the contents of a checkpoint."""
 
     regroup: Annotated[
         str | Iterable[str],
@@ -119,11 +119,6 @@ class RegroupOptions(TypedDict, total=False):
             "Exchange the sides of each rule, and apply the last rule first.",
         ),
     ]
-
-
-class OptimizerOptions(TypedDict, total=False):
-    """The options about the parameters of optimizers."""
-
     optimizer: Annotated[
         Literal["names", "numbers"] | None,
         Flag(
@@ -157,11 +152,6 @@ class OptimizerOptions(TypedDict, total=False):
             "FILE",
         ),
     ]
-
-
-class EditOptions(PartOptions, NameOptions, RegroupOptions, OptimizerOptions, total=False):
-    """All options that change the contents of a checkpoint."""
-
     drop: Annotated[
         str | Iterable[str],
         Flag(
@@ -231,8 +221,8 @@ class Edits:
     unwrap: bool = False
     regroup: tuple["RegroupRule", ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
-    optimizer: str | None = None
-    optimizer_order: str | None = None
+    optimizer: Literal["names", "numbers"] | None = None
+    optimizer_order: Literal["model"] | None = None
     like: str | None = None
     model: str | None = None
     dtypes: tuple[DTypeRule, ...] = ()
@@ -281,7 +271,9 @@ def edits_from(**options: Any) -> Edits:
         from ckptconv.edits.regroup_files import read_rules, read_sizes  # lazily, for start-up
 
         options |= {"regroup": read_rules(*given, reverse=reverse), "sizes": read_sizes(sizes)}
-    return Edits(**{_FIELDS.get(name, name): _READ.get(name, _as_it_is)(value) for name, value in options.items()})
+    return Edits(
+        **{_FIELDS.get(name, name): _READ[name](value) if name in _READ else value for name, value in options.items()}
+    )
 
 
 def split_edits(options: Mapping[str, Any]) -> tuple[Edits, dict[str, Any]]:
@@ -303,25 +295,18 @@ def option_of(field: str, what: object) -> Message:
 def check_flags(options: Any) -> None:
     """Raise ArgumentTypeError if a field of the dataclass `options` has a value of a wrong type.
 
-    Only fields of the types bool, int and ``str | None`` are checked.
+    Only fields of the types bool, int, ``str | None`` and ``Literal[...] | None`` are checked.
     """
-    kind: Any = type(options)
-    for name, type_, words in _checked_fields(kind):
-        value = getattr(options, name)
-        if not isinstance(value, type_):
-            part = "; a part is taken with select=PATH" if name == "state_dict" else ""
-            raise ArgumentTypeError(f"{name} must be {words}, not {value!r}{part}")
-
-
-@cache
-def _checked_fields(kind: Any) -> list[tuple[str, Any, str]]:
-    """Return the name, the type and the type in words of each field of the dataclass `kind` that is checked."""
     wanted: dict[Any, str] = {bool: "True or False", int: "a whole number", str | None: "a text"}
-    return [(each.name, each.type, wanted[each.type]) for each in fields(kind) if each.type in wanted]
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
+    for each in fields(options):
+        value = getattr(options, each.name)
+        kind: Any = each.type
+        words = [word for part in get_args(kind) if get_origin(part) is Literal for word in get_args(part)]
+        if words and value not in (None, *words):
+            raise ArgumentTypeError(f"{each.name} must be {' or '.join(map(repr, words))}, not {value!r}")
+        if kind in wanted and not isinstance(value, kind):
+            part = "; a part is taken with select=PATH" if each.name == "state_dict" else ""
+            raise ArgumentTypeError(f"{each.name} must be {wanted[kind]}, not {value!r}{part}")
 
 
 def _pairs(rename: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
@@ -331,27 +316,11 @@ def _pairs(rename: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     return tuple((old, new) for old, new in found)
 
 
-def _one_of(name: str, *words: str) -> Callable[[Any], Any]:
-    """Return a function that returns its argument, the value of `name`.
-
-    The function raises ArgumentTypeError unless the value is None or one of `words`.
-    """
-
-    def read(value: Any) -> Any:
-        if value is not None and value not in words:
-            raise ArgumentTypeError(f"{name} must be {' or '.join(map(repr, words))}, not {value!r}")
-        return value
-
-    return read
-
-
 #: How the keywords are read that are no data yet.
 _READ: dict[str, Callable[[Any], Any]] = {
     "map_location": to_devices,
     "dtype": to_dtypes,
     "rename": _pairs,
-    "optimizer": _one_of("optimizer", "names", "numbers"),
-    "optimizer_order": _one_of("optimizer_order", "model"),
     **dict.fromkeys(("like", "model"), lambda value: os.fsdecode(value) if isinstance(value, os.PathLike) else value),
     **{name: partial(strings, name) for name in ("drop", "include", "exclude", "strip_prefix", "add_prefix")},
 }

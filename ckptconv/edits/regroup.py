@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from operator import add, mul
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ckptconv.byteranges.spans import Assemble, ChunkPlacement
 from ckptconv.checkpoint.blocks import assembled, blocks_of, cut
@@ -23,6 +23,7 @@ from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, Storage, Tens
 from ckptconv.dtypes import get_dtype
 from ckptconv.edits.changes import Changes, NameChange, Regrouping
 from ckptconv.edits.dtype_casts import SHARD
+from ckptconv.edits.error_paths import names_checkpoint
 from ckptconv.edits.options import Edits
 from ckptconv.edits.regroup_files import check_model
 from ckptconv.edits.regroup_items import Items, Maker, Step, apply_rules
@@ -49,6 +50,7 @@ _Shape = tuple[int, ...]
 Follow: TypeAlias = "Callable[[Tensors, Mapping[int, Sequence[Step]]], None]"
 
 
+@names_checkpoint
 def regroup(checkpoint: Checkpoint, edits: Edits, changes: Changes, follow: Follow | None = None) -> None:
     """Apply the rules of `edits` to the state dicts of `checkpoint`, which is changed in place.
 
@@ -64,29 +66,24 @@ def regroup(checkpoint: Checkpoint, edits: Edits, changes: Changes, follow: Foll
         RefusedError: Tensors do not fit a rule, or a tensor that stays is tied to one that is replaced.
         UsageError: The value of a name in a rule is not known.
     """
-    detected, where = checkpoint.detected, checkpoint.source.path
-    dicts = [Items(found.items(), found.path, where) for found in detected.state_dicts]
+    detected = checkpoint.detected
+    dicts: list[Items[Any]] = [Items(found.items(), found.path) for found in detected.state_dicts]
     tensors = Tensors(checkpoint, changes, dict(edits.sizes))
     changes.notes += apply_rules(edits.regroup, dicts, tensors, detected.hint_of_modules())
     if follow:
         follow(tensors, {id(found.node): each.steps for each, found in zip(dicts, detected.state_dicts, strict=True)})
     followed: set[int] = set()
     for items, found in zip(dicts, detected.state_dicts, strict=True):
-        _note(items, changes)
+        for step in items.steps:
+            if isinstance(step, Group):
+                changes.regrouped.append(Regrouping(items.path, str(step.rule), *step.shown))
+            else:
+                changes.names += [NameChange(items.path, old, new) for old, new in step.items() if old != new]
         _write(items, found)
         if found.metadata is not None and id(found.metadata) not in followed:
             followed.add(id(found.metadata))
             _follow(items, found.metadata)
     tensors.conclude()
-
-
-def _note(items: Items[Value], changes: Changes) -> None:
-    """Add the steps of `items` to `changes`."""
-    for step in items.steps:
-        if isinstance(step, Group):
-            changes.regrouped.append(Regrouping(items.path, str(step.rule), *step.shown))
-        else:
-            changes.names += [NameChange(items.path, old, new) for old, new in step.items() if old != new]
 
 
 def _write(items: Items[Value], found: StateDict) -> None:
@@ -103,7 +100,7 @@ def _write(items: Items[Value], found: StateDict) -> None:
     found.node.effects = [each for each in found.node.effects if each.values or id(each) not in by_effect]
 
 
-class Tensors(Maker[Value]):
+class Tensors(Maker[Any]):
     """Builds new tensors from others in the graph of `checkpoint`.
 
     Args:
@@ -153,7 +150,7 @@ class Tensors(Maker[Value]):
         path = f"{info.path}, {rest:,} of {size:,} along dimension {geometry.dim}"
         return [LeftBehind(path, info.nbytes // size * rest, "the rule does not use it")]
 
-    def made(self, group: Group, values: Sequence[Value], like: Value) -> list[Call]:
+    def made(self, group: Group, values: Sequence[Call], like: Call) -> list[Call]:
         """Return the new tensors of `group`, built from `values`. `like` is as in :meth:`regrouped`.
 
         Raises RefusedError if they cannot be built, or if parts may be in another shard.
@@ -167,7 +164,7 @@ class Tensors(Maker[Value]):
         self.taken.update((info.view, name) for info, name in zip(infos, group.old, strict=True))
         return made
 
-    def regrouped(self, group: Group, values: Sequence[Value], like: Value) -> list[Call]:
+    def regrouped(self, group: Group, values: Sequence[Call], like: Call) -> list[Call]:
         """Return the new tensors of `group`. Tensors that were tied before are tied again.
 
         Args:
@@ -179,10 +176,8 @@ class Tensors(Maker[Value]):
             RefusedError: Some parts are parameters or require gradients and others do not, or the bytes cannot be
                 taken apart.
         """
-        nodes = [node for node in values if isinstance(node, Call)]
-        assert isinstance(like, Call)
-        self._changes.left_behind += self._left_behind(group, nodes[0])
-        infos = [self._infos[id(node)] for node in nodes]
+        self._changes.left_behind += self._left_behind(group, values[0])
+        infos = [self._infos[id(value)] for value in values]
         self.taken.update((info.view, info.path) for info in infos)
         kinds = {(info.requires_grad, info.is_parameter, info.conj, info.neg) for info in infos}
         if len(kinds) > 1:
@@ -354,7 +349,7 @@ def _has_more(call: Call) -> bool:
 def _fresh(value: Value) -> Value:
     """Return a new empty mapping if `value`, an argument of a rebuild function, is a mapping of hooks.
 
-    Else return `value`.
+    Otherwise return `value`.
     """
     is_mapping = isinstance(value, Call) and not args_of(value)
     return Call(value.kind, value.callable, Tuple([])) if is_mapping and isinstance(value, Call) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from ckptconv.byteranges.sources import Readable
@@ -32,7 +31,7 @@ class Items(Generic[_T]):
         origin: For each new name, the original name that it replaces.
     """
 
-    def __init__(self, items: Iterable[tuple[Any, _T]], path: str, where: object) -> None:
+    def __init__(self, items: Iterable[tuple[Any, _T]], path: str) -> None:
         self.path = path
         self.cells = [[item] for item in items]
         self.values: dict[str, _T] = {}
@@ -42,14 +41,9 @@ class Items(Generic[_T]):
         for cell, [(key, value)] in enumerate(self.cells):
             if isinstance(key, str):
                 if key in self.values:
-                    raise RefusedError(f"the name {key} occurs twice", where=where, got=path)
+                    raise RefusedError(f"the name {key} occurs twice", got=path)
                 self.values[key], self._cell_of[key] = value, cell
         self.before = [*self.values]
-
-    @property
-    def groups(self) -> list[Group]:
-        """The groups of tensors so far."""
-        return [step for step in self.steps if isinstance(step, Group)]
 
     def first(self, names: Iterable[str]) -> str:
         """Return the name of `names` that comes first in the order of the items."""
@@ -118,11 +112,6 @@ class Maker(Generic[_T]):
     source: Readable | None = None
     sizes: Mapping[str, int] = {}
 
-    @property
-    def where(self) -> Path | None:
-        """The path of the file for errors, or None."""
-        return self.source.path if self.source else None
-
     def tensor(self, value: _T) -> Any:
         """Return an object with the ``dtype`` and ``shape`` of `value`, or None if `value` is not an ordinary
         tensor.
@@ -165,40 +154,34 @@ def apply_rules(
     matched: set[str | Rule] = set()
     steps = sum(len(rule.read) for rule in rules) * sum(len(items.values) for items in dicts)
     if steps > LIMITS.rule_steps:
-        raise LimitError(
-            "too many rules for so many names", where=maker.where, expected=f"at most {LIMITS.rule_steps:,}"
-        )
+        raise LimitError("too many rules for so many names", expected=f"at most {LIMITS.rule_steps:,}")
     for rule in rules:
-        patterns = [item.pattern for item in rule.read if item.pattern]
-        if not any(pattern.match(name) for items in dicts for name in items.values for pattern in patterns):
-            continue
-        planner, below = Planner(maker.resolved(rule), maker.where, maker.tensor), 0
+        planner = Planner(rule, maker.resolved, maker.tensor)
         for items in dicts:
-            planned = planner.plan(items.values)
-            below += planned.below
-            if planned.renamed or planned.groups:
+            groups, renamed = planner.plan(items.values)
+            if renamed or groups:
                 matched.add(rule.file or rule)
-            if planned.renamed:
-                items.rename(planned.renamed)
-            for group in planned.groups:
+            if renamed:
+                items.rename(renamed)
+            for group in groups:
                 old = [items.values[name] for name in group.old]
                 items.regroup(group, maker.made(group, old, items.values[items.first(group.old)]))
-        if below:
-            stay = "name stays as it is" if below == 1 else "names stay as they are"
-            text = f"{below:,} {stay}, because a number would be below 0: "
+        if planner.below:
+            stay = "name stays as it is" if planner.below == 1 else "names stay as they are"
+            text = f"{planner.below:,} {stay}, because a number would be below 0: "
             notes.append(text + option("regroup", (str(rule),)))
     for rule in rules:
         if (rule.file or rule) not in matched:
             names = [name for items in dicts for name in items.before]
             raise NoMatchError(
                 f"no rule of {rule.file} matches a name" if rule.file else f"no name matches the rule {rule}",
-                where=maker.where,
                 got=some(names) or "no state dict",
                 hint=None if names else hint,
                 unmatched=("regroup", rule.file or rule),
             )
     for items in dicts:
-        notes += check_companions(items.path, items.before, items.values, items.groups, maker.where)
+        groups = [step for step in items.steps if isinstance(step, Group)]
+        notes += check_companions(items.path, items.before, items.values, groups)
     return notes
 
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.reading import announce, same_streams
 from ckptconv.byteranges.spans import Piece
+from ckptconv.checkpoint.merging import have_equal_checksums
 from ckptconv.checkpoint.optimizers import LIKE_THE_PARAMETER, Key, Optimizer, Weights, names_in
 from ckptconv.checkpoint.tensor_info import piece_of
 from ckptconv.edits.changes import Changes
@@ -188,7 +189,7 @@ class _Parameters:
 
     def compare(self) -> None:
         """Raise RefusedError if numbers of joined parameters differ. Numbers without known checksums are read."""
-        unsure = [each for each in self.pairs if not _have_same_checksum(*each[2])]
+        unsure = [each for each in self.pairs if not have_equal_checksums(*each[2])]
         every = [piece for _, _, pair in unsure for piece in pair]
         announce(every)
         with Pieces(every) as pieces:
@@ -225,12 +226,7 @@ class _Parameters:
         path = self.optimizer.path
         raise RefusedError(
             f"the optimizer{at_path(path)} cannot follow {group.rule}: {what}",
-            where=self.tensors.where,
+            where=self.followers.checkpoint.source.path,
             got=got,
             hint="to leave out the optimizer: " + option("drop", path) if path != "." else None,
         )
-
-
-def _have_same_checksum(a: Piece, b: Piece) -> bool:
-    """Return whether `a` and `b` have known and equal checksums."""
-    return a.crc32_known() is not None and a.crc32_known() == b.crc32_known()

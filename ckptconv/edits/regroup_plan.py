@@ -6,6 +6,7 @@ All errors about names and shapes are raised here. This module uses neither file
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property
 from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -127,21 +128,6 @@ class Group:
     shown: tuple[tuple[str, ...], tuple[str, ...]]
 
 
-@dataclass
-class Planned:
-    """The changes that a rule makes to one state dict.
-
-    Attributes:
-        groups: The groups, in the order of their first names.
-        renamed: The new names by the old ones, if the rule is a rename.
-        below: The number of names that stay because a number in the new name would be negative.
-    """
-
-    groups: list[Group]
-    renamed: dict[str, str]
-    below: int = 0
-
-
 class _Family(NamedTuple):
     """The tensors of one group while they are collected.
 
@@ -161,38 +147,48 @@ class Planner:
 
     Args:
         rule: The rule.
-        where: The checkpoint, for errors.
+        resolve: Returns the rule with numbers in place of its names. It is called if a name matches.
         tensor: Returns the tensor of a value in a state dict, with the attributes ``shape`` and ``dtype``, or None if
             the value is not an ordinary tensor.
+
+    Attributes:
+        below: The number of names that stay because a number in the new name would be negative.
     """
 
-    def __init__(self, rule: Rule, where: object, tensor: Callable[[Any], Any]) -> None:
-        self.rule = rule
-        self.where = where
+    def __init__(self, rule: Rule, resolve: Callable[[Rule], Rule], tensor: Callable[[Any], Any]) -> None:
+        self._rule, self._resolve = rule, resolve
+        self.below = 0
         self._tensor = tensor
         self._stack: tuple[_Shape, str] | None = None  # that of the first group, and its first name
         self._made = 0  # tensors
         self._tensors: dict[str, Any] = {}
 
-    def plan(self, values: Mapping[str, object]) -> Planned:
-        """Return the changes that the rule makes to a state dict. `values` are the values of the state dict by name.
+    @cached_property
+    def rule(self) -> Rule:
+        """The rule with numbers in place of its names."""
+        return self._resolve(self._rule)
+
+    def plan(self, values: Mapping[str, object]) -> tuple[list[Group], dict[str, str]]:
+        """Return the groups in a state dict, in the order of their first names, and its new names by the old ones.
+
+        A rule makes either groups or new names. `values` are the values of the state dict by name.
 
         Raises:
             RefusedError: A tensor or name that matches does not fit the rule, or a part is missing.
             CollisionError: A new name exists already, or two tensors would get the same name.
             LimitError: Too many tensors would be built.
         """
-        planned = Planned([], {})
+        renamed: dict[str, str] = {}
         self._tensors = {}
         families: dict[object, _Family] = {}
         for name in values:
-            found = self._matched(name, planned)
+            found = self._matched(name)
             if found is None:
                 continue
             number, match = found
             if self.rule.whole_is_read is None:
                 new = self.rule.made[0].pattern
-                planned.renamed[name] = (new and new.fill(match.numbers, match.wild)) or name
+                renamed[name] = (new and new.fill(match.numbers, match.wild)) or name
                 continue
             self._tensors[name] = self._tensor(values[name])
             if self._tensors[name] is None:
@@ -202,23 +198,23 @@ class Planner:
             families.setdefault(key, _Family(match.numbers, match.wild, {})).members[number, index] = name
             if self.rule.whole_is_read:
                 self._check_number(len(families) * len(self.rule.named))
-        planned.groups = [self._group(family) for family in families.values()]
-        self._check_names(planned, values.keys())
-        return planned
+        groups = [self._group(family) for family in families.values()]
+        self._check_names(groups, renamed, values.keys())
+        return groups, renamed
 
-    def _matched(self, name: str, planned: Planned) -> tuple[int, Match] | None:
+    def _matched(self, name: str) -> tuple[int, Match] | None:
         """Return the number of the item of the rule that matches `name`, and the match.
 
-        Return None if no item matches. Return None, and count the name in ``planned.below``, if a number in the new
-        name would be negative. Raises RefusedError if two items match or if the match is ambiguous.
+        Return None if no item matches. Return None, and count the name in ``below``, if a number in the new name would
+        be negative. Raises RefusedError if two items match or if the match is ambiguous.
         """
-        rule = self.rule
         found: list[tuple[int, Pattern, Match]] = []
-        for number, item in enumerate(rule.read):
+        for number, item in enumerate(self._rule.read):
             if item.pattern and (match := item.pattern.match(name)):
                 found.append((number, item.pattern, match))
         if not found:
             return None
+        rule = self.rule
         number, pattern, match = found[0]
         if match.zeros:
             self._fail(f"a number in {name} begins with 0, which {pattern} does not have")
@@ -230,7 +226,7 @@ class Planner:
             self._fail(f"two names of the rule match {name}", got=f"{pattern} and {others[0]}")
         filled = [each.pattern.fill(match.numbers, match.wild) for each in rule.made if each.pattern]
         if None in filled or min(match.numbers.values(), default=0) < 0:
-            planned.below += 1
+            self.below += 1
             return None
         if pattern.ends_open and not is_rename and match.wild[-1] not in _OPEN:
             self._fail(
@@ -246,18 +242,14 @@ class Planner:
             geometry = self._split(whole, tuple(self._tensors[whole].shape))
         else:
             geometry = self._joined(family)
-        self._check_stack(geometry, next(iter(family.members.values())))
+        name = next(iter(family.members.values()))
+        stack, first = self._stack = self._stack or (geometry.stack, name)
+        if stack != geometry.stack:
+            self._fail(f"{first} and {name} are of groups of different sizes", stack, geometry.stack)
         self._made += prod(geometry.stack) * geometry.named if rule.whole_is_read else 1
         self._check_number(self._made)
-
-        def names(patterns: tuple[Pattern, ...]) -> tuple[str, ...]:
-            every = (
-                pattern.fill({**family.numbers, **dict(zip(rule.stacked, index, strict=True))}, family.wild)
-                for index in product(*map(range, geometry.stack))
-                for pattern in patterns
-            )
-            return tuple(name for name in every if name is not None)
-
+        numbers = (dict(zip(rule.stacked, index, strict=True)) for index in product(*map(range, geometry.stack)))
+        named = (p.fill({**family.numbers, **of_stack}, family.wild) for of_stack in numbers for p in rule.named)
         assert rule.whole.pattern
         of_whole = (rule.whole.pattern.fill(family.numbers, family.wild) or "",)
         times = f" × {prod(geometry.stack)}" if geometry.stack else ""
@@ -265,7 +257,10 @@ class Planner:
             f"{pattern.fill(family.numbers, family.wild)} {[*geometry.part_shape(i)]}{times}"
             for i, pattern in enumerate(rule.named)
         )
-        sides = (of_whole, names(rule.named)), ((f"{of_whole[0]} {[*geometry.shape]}",), shown)
+        sides = (
+            (of_whole, tuple(name for name in named if name is not None)),
+            ((f"{of_whole[0]} {[*geometry.shape]}",), shown),
+        )
         (old, new), texts = sides if rule.whole_is_read else (sides[0][::-1], sides[1][::-1])
         return Group(rule, old, new, geometry, texts)
 
@@ -273,7 +268,7 @@ class Planner:
         """Raise LimitError if `made`, the number of new tensors, exceeds the limit."""
         if made > LIMITS.regrouped:
             what = f"{self.rule}: too many tensors would be made"
-            raise LimitError(what, where=self.where, expected=f"at most {LIMITS.regrouped:,}", got=f"{made:,}")
+            raise LimitError(what, expected=f"at most {LIMITS.regrouped:,}", got=f"{made:,}")
 
     def _joined(self, family: _Family) -> Geometry:
         """Return the geometry of the tensor that joins the members of `family`.
@@ -396,31 +391,20 @@ class Planner:
             self._fail(f"the sizes in the rule are not those of {name}", f"{sum(known)}", f"{size}")
         return tuple(sizes)
 
-    def _check_stack(self, geometry: Geometry, name: str) -> None:
-        """Raise RefusedError if the stack of `geometry` has another shape than that of the first group.
-
-        `name` is for the error.
-        """
-        if self._stack is None:
-            self._stack = geometry.stack, name
-        stack, first = self._stack
-        if stack != geometry.stack:
-            self._fail(f"{first} and {name} are of groups of different sizes", stack, geometry.stack)
-
-    def _check_names(self, planned: Planned, names: Collection[str]) -> None:
+    def _check_names(self, groups: list[Group], renamed: dict[str, str], names: Collection[str]) -> None:
         """Raise CollisionError if two tensors get the same name, or one gets the name of a tensor that stays.
 
-        `planned` is the change, and `names` are the names before it.
+        `groups` and `renamed` are the change, and `names` are the names before it.
         """
-        gone = {name for group in planned.groups for name in group.old} | planned.renamed.keys()
+        gone = {name for group in groups for name in group.old} | renamed.keys()
         made: dict[str, str] = {}
-        pairs = [(new, group.old[0]) for group in planned.groups for new in group.new]
-        for new, old in [*pairs, *((new, old) for old, new in planned.renamed.items())]:
+        pairs = [(new, group.old[0]) for group in groups for new in group.new]
+        for new, old in [*pairs, *((new, old) for old, new in renamed.items())]:
             if new in made:
-                raise CollisionError(f"{made[new]} and {old} would become {new}", where=self.where, got=str(self.rule))
+                raise CollisionError(f"{made[new]} and {old} would become {new}", got=str(self.rule))
             if new in names and new not in gone:
-                raise CollisionError(f"{new} exists already", where=self.where, got=str(self.rule))
+                raise CollisionError(f"{new} exists already", got=str(self.rule))
             made[new] = old
 
     def _fail(self, what: str, expected: object = None, got: object = None, hint: str | None = None) -> NoReturn:
-        raise RefusedError(f"{self.rule}: {what}", where=self.where, expected=expected, got=got, hint=hint)
+        raise RefusedError(f"{self.rule}: {what}", expected=expected, got=got, hint=hint)

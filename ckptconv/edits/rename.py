@@ -47,7 +47,6 @@ class NameEditor:
 
     def __init__(self, checkpoint: Checkpoint, detected: Detected, changes: Changes) -> None:
         self.checkpoint = checkpoint
-        self.where = checkpoint.source.path
         self.detected = detected
         self.changes = changes
         self.named: list[StateDict | NamedOptimizer] = [*detected.state_dicts, *detected.optimizers]
@@ -64,7 +63,7 @@ class NameEditor:
         """
         hint = self.detected.hint_of_modules()
         if hint and not self.detected.state_dicts:
-            raise NoMatchError("there is no state dict whose names can be changed", where=self.where, hint=hint)
+            raise NoMatchError("there is no state dict whose names can be changed", hint=hint)
         if edits.unwrap:
             self.unwrap()
         for prefix in edits.strip_prefix:
@@ -142,7 +141,6 @@ class NameEditor:
         if not having:
             raise NoMatchError(
                 f"no name starts with {prefix!r}",
-                where=self.where,
                 got=_prefixes(every),
                 hint=_near(prefix, every) or self.inner_module(prefix) or self.detected.hint_of_modules(),
                 unmatched=("strip_prefix", asked),
@@ -165,12 +163,11 @@ class NameEditor:
         is too slow.
         """
         compiled = _compiled(pattern, replacement)
-        with _bounded_matching(pattern, self.where) as bounded:
+        with _bounded_matching(pattern) as bounded:
             every = self.names()
             if not any(compiled.search(bounded(name)) for name in every):
                 raise NoMatchError(
                     f"no name matches {pattern!r}",
-                    where=self.where,
                     got=_prefixes(every),
                     hint=self.inner_module(pattern) or self.detected.hint_of_modules(),
                     unmatched=("rename", (pattern, replacement)),
@@ -198,12 +195,11 @@ class NameEditor:
         main = self.detected.main()
         if not main:
             what = "no state dict to add a prefix to"
-            raise NoMatchError(what, where=self.where, unmatched=("add_prefix", asked))
+            raise NoMatchError(what, unmatched=("add_prefix", asked))
         if len(main) != 1 or not isinstance(main[0], StateDict):
             meant = dict.fromkeys(found.path for found in (*main, *self.detected.state_dicts))
             raise NoMatchError(
                 f"several state dicts could be meant: {', '.join(meant)}",
-                where=self.where,
                 hint="to prefix the names of all of them: " + option("rename", (("^", prefix),)),
             )
         keys = set(main[0].names())  # an average has the same names, and an optimizer some of them
@@ -239,7 +235,7 @@ class NameEditor:
             if other != old:
                 raise CollisionError(
                     f"two names would become {new!r}",
-                    where=f"{self.where}{at_path(found.path)}",
+                    where=f"{self.checkpoint.source.path}{at_path(found.path)}",
                     got=f"{other!r} and {old!r}",
                     hint=hint,
                 )
@@ -359,15 +355,11 @@ class _TooLongError(Exception):
 
 
 @contextmanager
-def _bounded_matching(pattern: str, where: object) -> Iterator[Callable[[str], str]]:
+def _bounded_matching(pattern: str) -> Iterator[Callable[[str], str]]:
     """Limit the time for matching names with `pattern`. Yield a function to call with each name before it is matched.
 
     The function returns the name unchanged. It checks the length of the name and the processor time for all names
     so far. A single slow match is interrupted only in the main thread of a system with timers, by a signal.
-
-    Args:
-        pattern: The regular expression.
-        where: The file, for errors.
 
     Raises:
         LimitError: A name is too long, or matching takes too long. The error contains the name.
@@ -382,7 +374,6 @@ def _bounded_matching(pattern: str, where: object) -> Iterator[Callable[[str], s
         if len(name) > LIMITS.matched_name:
             raise LimitError(
                 f"a name is too long to be matched with {pattern!r}",
-                where=where,
                 expected=f"at most {LIMITS.matched_name:,} characters",
                 got=f"{len(name):,}: {name}",
             )
@@ -396,7 +387,6 @@ def _bounded_matching(pattern: str, where: object) -> Iterator[Callable[[str], s
     except _TooLongError:
         raise LimitError(
             f"matching {pattern!r} takes too long",
-            where=where,
             expected=f"at most {LIMITS.match_seconds} s for all names",
             got=f"more, at the name {current}",
             hint="use a pattern without repetitions inside repetitions",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container
+from functools import cache
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import cpu_tensor_in
@@ -34,12 +35,9 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
     new_tags: dict[Storage, str] = {}
     counts, arguments = checkpoint.index.tensor_counts, checkpoint.index.device_arguments
     seen_tags = tags_of(checkpoint)
-    known: dict[tuple[str, bool], str] = {}
+    new_tag = cache(devices.new_tag)
     for storage in checkpoint.storages.values():
-        asked = storage.device, storage in rng_storages
-        if asked not in known:
-            known[asked] = devices.new_tag(storage.device, rng=asked[1])
-        new = known[asked]
+        new = new_tag(storage.device, rng=storage in rng_storages)
         if new != storage.device:
             new_tags[storage] = tags.setdefault(new, new)
             changes.count_devices(storage.device, new, counts[storage], storage.nbytes)
@@ -49,7 +47,7 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
     for storage, new in new_tags.items():
         storage.device = new
     for argument in arguments:
-        new = devices.new_tag(argument.device)
+        new = new_tag(argument.device)
         if new != argument.device:
             _set_device(argument, tags.setdefault(new, new))
             changes.count_devices(argument.device, new, 1, 0)

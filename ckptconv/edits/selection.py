@@ -12,6 +12,7 @@ from ckptconv.checkpoint.pickled_modules import PARTS, PickledModule, detached
 from ckptconv.checkpoint.rebuild_functions import ints_of
 from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.checkpoint.tensor_info import LeftBehind, left_behind_at, matches
+from ckptconv.edits.error_paths import names_checkpoint
 from ckptconv.edits.options import Edits
 from ckptconv.errors import NoMatchError, RefusedError, at_path, count, printable
 from ckptconv.guesses import close_matches
@@ -24,6 +25,7 @@ _LOOKED_AT = 2000  # paths among which a similar one is searched
 _ADDING = ("APPEND", "APPENDS", "ADDITEMS")
 
 
+@names_checkpoint
 def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> list[LeftBehind]:
     """Reduce `checkpoint` to the data that the options select. The paths of objects do not change.
 
@@ -79,7 +81,7 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
     for left in checkpoint.unused:
         if left.path == path or left.path.startswith(f"{path}/"):
             what = f"{path} cannot be selected: {left.why}"
-            raise RefusedError(what, where=checkpoint.source.path, got=left.path if left.path != path else None)
+            raise RefusedError(what, got=left.path if left.path != path else None)
     raise _no_place(checkpoint, path)
 
 
@@ -93,7 +95,6 @@ def _no_place(checkpoint: Checkpoint, path: str) -> NoMatchError:
         known, meant = "", joined("the checkpoint is itself a state dict", _look_for(checkpoint, Option("tree")))
     return NoMatchError(
         f"there is nothing at {path or repr(path)}",
-        where=checkpoint.source.path,
         expected=f"a path such as {known}" if known and not meant else None,
         hint=meant or _look_for(checkpoint, Option("tree")),
     )
@@ -143,7 +144,6 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
         raise RefusedError(
             f"there is no state dict {'in it' if root == '.' else 'at ' + root}: "
             + (what or "no dict contains only names and tensors"),
-            where=checkpoint.source.path,
             hint=(
                 option("select", root) + f" extracts its {count(tensors, 'tensor')} by name"
                 if tensors
@@ -152,7 +152,6 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
         )
     raise RefusedError(
         f"there are several state dicts: {_candidates(checkpoint)}",
-        where=checkpoint.source.path,
         hint="for the first: " + option("select", found[0].path),
     )
 
@@ -173,7 +172,6 @@ def _refuse_partitioned(checkpoint: Checkpoint, found: StateDict) -> None:
         if info and 0 in info.shape and name in shapes and ints_of(shapes[name]) != info.shape:
             raise RefusedError(
                 f"{name!r} in {found.path} has no elements, which are in the files of all ranks of DeepSpeed ZeRO",
-                where=checkpoint.source.path,
                 expected=f"shape {ints_of(shapes[name])}",
                 got=info.shape,
                 hint=next(filter(command_in, checkpoint.notes), None),  # of the reader, which knows the folder
@@ -263,9 +261,7 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
     the state dict of the module cannot be determined.
     """
     if module.trouble:
-        raise RefusedError(
-            f"{module.path} has no state dict: {module.trouble}", where=checkpoint.source.path, got=module.cls
-        )
+        raise RefusedError(f"{module.path} has no state dict: {module.trouble}", got=module.cls)
     taken = {id(node) for node in module.tensors.values()}
     unknown = {id(value) for value in module.unknown.values() if isinstance(value, Node)}
     whys: dict[str, list[Place]] = {}
@@ -380,7 +376,6 @@ def _no_match(
         near = _near_glob(checkpoint, field, glob, searched) or checkpoint.detected.hint_of_modules()
     return NoMatchError(
         f"no {what} matches {glob!r}",
-        where=checkpoint.source.path,
         expected=f"something like {searched[0].path}" if searched else "a path, with a slash",
         hint=near,
         unmatched=unmatched,
@@ -417,7 +412,6 @@ def _places_at(checkpoint: Checkpoint, path: str, before: Index) -> list[Place]:
         near = close_matches(path, parts, n=1) or close_matches(path, every, n=1)
         raise NoMatchError(
             f"there is nothing at {path}",
-            where=checkpoint.source.path,
             hint=f"did you mean {near[0]}?" if near else _look_for(checkpoint, Option("tree")),
             unmatched=("drop", path),
         )
@@ -481,7 +475,6 @@ def leave_out(
             what = "what has a key" if only_keyed else "items, attributes and elements of lists"
             raise RefusedError(
                 f"only {what} can be left out",
-                where=checkpoint.source.path,
                 got=place.path,
                 hint="to leave out what contains it: " + option("drop", (place.parent.path,)) if place.parent else None,
             )
@@ -497,7 +490,7 @@ def leave_out(
         paths = [place.path.removesuffix(".") + segment for segment in sorted(by_mapping[id(place.node)][1])]
         left += [LeftBehind(path, 0, "left out with it") for path in paths if path.removeprefix("/") not in named]
     if had_tensors and not checkpoint.tensors:
-        raise NoMatchError("no tensor would be left", where=checkpoint.source.path)
+        raise NoMatchError("no tensor would be left")
     return left
 
 

@@ -130,15 +130,15 @@ class Views:
             groups: All views of the storage, in groups.
             pack: Whether to remove the bytes of each new storage that its views do not use.
         """
-        whole = storage.data
+        complete = storage.data
         for i, group in enumerate(groups):
-            ranges = _packed_ranges(whole, group.views) if pack else [(0, whole.length)]
+            ranges = _packed_ranges(complete, group.views) if pack else [(0, complete.length)]
             starts = [start for start, _ in ranges]
             before_each = [0, *accumulate(stop - start for start, stop in ranges)]
-            data = _packed(whole, ranges)
+            data = _packed(complete, ranges)
             old = group.views[0].info.dtype
             if group.dtype and group.dtype != old:
-                shown = _reach(group.views, whole.length) if ranges == [(0, whole.length)] else ranges
+                shown = _reach(group.views, complete.length) if ranges == [(0, complete.length)] else ranges
                 data = _cast(data, old, group, self._checkpoint.byteorder, shown if shown != ranges else [])
             own = new_storage(storage, data, self._keys) if i > 0 else storage
             own.data, own.nbytes = data, data.length

@@ -54,7 +54,7 @@ def rules_between(a: Checkpoint, b: Checkpoint) -> tuple[Option, ...] | None:
     wanted = {name: (info.dtype, info.shape) for name, info in _tensors(b)}
     for name in shipped_rules():
         for reverse in (False, True):
-            items: Items[Any] = Items(_tensors(a), "", None)
+            items: Items[Any] = Items(_tensors(a), "")
             try:
                 apply_rules(read_rules(name, (), reverse=reverse), [items], _Shapes(a))
             except CkptconvError:

@@ -192,17 +192,18 @@ def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
     if not stat.S_ISDIR(mode):
         raise RefusedError("several files are to be written, but the output exists and is not a folder", where=target)
     with as_output_error(target):
-        there = sorted(names_in(target))
-    if not there:
+        existing = sorted(names_in(target))
+    if not existing:
         return
     if not replace:
         raise TargetExistsError(
             "the output exists, and is not empty", where=target, hint=option("force") + " replaces the folder"
         )
-    going = [name for name in there if name not in new.names]
+    going = [name for name in existing if name not in new.names]
     journals = set()
     for name in going:
-        if (of := target_of(os.path.basename(name))) and state_of(path := (target / name).with_name(of)):
+        changed = target_of(os.path.basename(name))  # if it is a journal
+        if changed and state_of(path := (target / name).with_name(changed)):
             refuse_interrupted(path)
             journals.add(name)
     lost = [name for name in going if name not in journals and not new.may_go(name)]

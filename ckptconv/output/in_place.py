@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ckptconv.byteranges.undo_journal import MAGIC, SECTOR, Journal, journal_path, read_bytes
 from ckptconv.errors import RefusedError
+from ckptconv.output.direct_writes import FileDestination
 from ckptconv.output.files import is_at, temporary_beside
 from ckptconv.system import calls
 
@@ -145,11 +146,7 @@ def _poisoned(data: bytes, at: int, poison: dict[int, int]) -> bytes:
 
 def _pwrite(fd: int, data: bytes, offset: int) -> int:
     """Write all of `data` at `offset`. Return its length."""
-    view = memoryview(data)
-    while view:
-        done = calls.pwrite(fd, view, offset)
-        offset += done
-        view = view[done:]
+    FileDestination(fd).write(offset, data)
     return len(data)
 
 

@@ -304,11 +304,13 @@ class VirtualFile(io.RawIOBase):
     Checksums that are known only after writing are zero in the view. Reading raises the errors of reading the sources.
 
     Attributes:
+        name: The path of the planned file.
         failure: The exception that a read raised, or None. torch's reader drops such exceptions, even Ctrl-C.
     """
 
     def __init__(self, file: OutFile) -> None:
         super().__init__()
+        self.name = str(file.path)
         self.failure: BaseException | None = None
         self._reader = Pieces(())
         self._size = file.size

@@ -166,7 +166,7 @@ def _base(node: object) -> Any:
 def _items(node: Any) -> Iterator[Any]:
     """Return an iterator over the elements of a tuple, list, deque or set, or over the keys of a dict.
 
-    Else an empty one.
+    It is empty for other objects.
     """
     base = _base(node)
     return base.__iter__(node) if base else iter(())

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.byteranges.sources import Readable
@@ -154,16 +154,14 @@ class CheckpointFile:
     def __enter__(self) -> CheckpointFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def _near(path: str, paths: Iterable[str]) -> str | None:
     """Return a text with the most similar of `paths`, or with the first if none is similar.
 
-    None if there are no paths.
+    Return None if there are no paths.
     """
     every = list(paths)
     ending = [each for each in every if each.endswith("/" + path)]
@@ -233,8 +231,8 @@ def _read(source: Readable, select: str | None = None) -> tuple[Checkpoint, str 
     Warn if a change in place was interrupted.
     """
     found = opening.read_selected(source, select)
-    if said := opening.interrupted(source):
-        warnings.warn(said, UserWarning, stacklevel=4)
+    if warning := opening.interrupted(source):
+        warnings.warn(warning, UserWarning, stacklevel=4)
     return found
 
 

@@ -24,6 +24,7 @@ from ckptconv.checkpoint.safe_globals import needed_import
 from ckptconv.checkpoint.torch_versions import warning_of_flaws
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices, MapLocation, parse_target, to_devices
+from ckptconv.edits.error_paths import names_checkpoint
 from ckptconv.edits.retag import retag, tags_of
 from ckptconv.errors import MalformedError, UnsupportedError, at_path
 from ckptconv.formats import torch_zip
@@ -38,6 +39,7 @@ TorchsFunction: TypeAlias = Callable[[torch.UntypedStorage, str], "torch.Untyped
 LoadLocation: TypeAlias = "MapLocation | TorchsFunction"
 
 
+@names_checkpoint
 def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *, whole: bool = True) -> Any:
     """Return the object in `checkpoint`, with real tensors. The checkpoint's graph is changed.
 
@@ -52,7 +54,6 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         MalformedError: torch cannot create the objects in the checkpoint.
     """
     _warn_of_flaws()
-    where = checkpoint.source.path
     devices, target = _meaning(map_location)
     _refuse_code(checkpoint, whole=whole)
     retag(checkpoint, devices, (), Changes())
@@ -62,7 +63,6 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         tags = tags_of(checkpoint) if target is None else [target]
         require_devices(
             tags,
-            where=where,
             hint=option("map_location", "cpu")
             + " loads it here, "
             + option("map_location", "auto")
@@ -77,14 +77,14 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
             raise stream.failure from None
         if isinstance(error, pickle.UnpicklingError):
             reason = re.search(r"WeightsUnpickler error:\s*(.*?)(?:\.? Please|$)", str(error), re.MULTILINE)
-            raise UnsupportedError("torch's safe loader refuses it", where=where, got=reason and reason[1]) from error
+            raise UnsupportedError("torch's safe loader refuses it", got=reason and reason[1]) from error
         if not isinstance(error, Exception):
             raise
         short = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "memory" in str(error)
         if short or callable(target):  # not a fault of the file, or perhaps an error of the function itself
             raise
         raise MalformedError(
-            "torch cannot create the objects in the file", where=where, got=f"{type(error).__name__}: {error}"
+            "torch cannot create the objects in the file", got=f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -102,7 +102,7 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
     """
     unknown = sorted({node.name for node in checkpoint.graph.globals if isinstance(node, OtherDType)})
     if unknown:
-        raise UnsupportedError("torch has no such dtype", where=checkpoint.source.path, got=", ".join(unknown))
+        raise UnsupportedError("torch has no such dtype", got=", ".join(unknown))
     trusted = {  # trusted by the program that uses this package
         each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}"
         for each in torch.serialization.get_safe_globals()
@@ -119,7 +119,6 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
         if None not in needed:
             raise UnsupportedError(
                 "torch's safe loader loads it only after an import",
-                where=checkpoint.source.path,
                 got=got,
                 hint="import " + ", ".join(sorted(map(str, needed))) + " first",
             )
@@ -135,7 +134,6 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
         is_code = any(isinstance(node, Global) for _, node in refused)
         raise UnsupportedError(
             "loading it needs code that torch's safe loader refuses" if is_code else "torch's safe loader refuses it",
-            where=checkpoint.source.path,
             got=got,
             hint=take + " loads a part without it" if take else one_by_one,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -160,9 +160,8 @@ class _Move:
     """A move of storages and tensors to other devices. Each is moved once, even if several objects refer to it."""
 
     def __init__(self, devices: Devices, found: _Found) -> None:
-        self.devices = devices
+        self.new_tag = cache(devices.new_tag)
         self.found = found
-        self.tags: dict[tuple[str, bool], str] = {}
         self.storages: dict[StorageWeakRef, torch.UntypedStorage] = {}
         self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.all = found.tensors()
@@ -176,7 +175,6 @@ class _Move:
         things = [*map(_thing, self.all), *self.found.storages]
         require_devices(
             (new for thing in things if (new := self.target(thing)) != _tag(thing)),
-            where=None,
             hint=option("map_location", "cpu")
             + " works everywhere, "
             + option("map_location", "auto")
@@ -189,10 +187,7 @@ class _Move:
         key = _key(thing) if isinstance(thing, torch.UntypedStorage) else None
         if tag == "meta" or (tag == "cpu" and key in self.hosted):
             return tag
-        case = tag, key in self.rng
-        if case not in self.tags:
-            self.tags[case] = self.devices.new_tag(tag, rng=case[1])
-        return self.tags[case]
+        return self.new_tag(tag, rng=key in self.rng)
 
     def new(self, leaf: Any) -> Any:
         """Return the object that replaces `leaf` in the copy of a container: a moved tensor or storage, or `leaf`
@@ -392,11 +387,8 @@ def _device_count(family: str) -> int:
     return count if not hasattr(backend, "is_available") or backend.is_available() else 0
 
 
-def require_devices(tags: Iterable[str], *, where: object, hint: str) -> None:
-    """Raise DeviceUnavailable if torch lacks one of the devices `tags`.
-
-    `where` names the checkpoint in the error and `hint` says what to do.
-    """
+def require_devices(tags: Iterable[str], hint: str) -> None:
+    """Raise DeviceUnavailable with `hint` if torch lacks one of the devices `tags`."""
     missing = sorted({tag for tag in tags if not has_device(tag)})
     if missing:
         families = sorted({tag.partition(":")[0] for tag in missing})
@@ -406,7 +398,6 @@ def require_devices(tags: Iterable[str], *, where: object, hint: str) -> None:
         )
         raise DeviceUnavailable(
             f"tensors would go to {', '.join(missing)}, which this machine does not have",
-            where=where,
             got=seen,
             hint=hint,
         )

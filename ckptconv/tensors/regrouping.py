@@ -46,7 +46,7 @@ def regroup(
     parsed = read_rules(
         [each for each in texts if "=" not in each], [each for each in texts if "=" in each], reverse=reverse
     )
-    items: Items[Any] = Items(state_dict.items(), "the state dict", None)
+    items: Items[Any] = Items(state_dict.items(), "the state dict")
     tensors = _Tensors(dict(read_sizes(sizes or {})))
     with torch.no_grad():
         apply_rules(parsed, [items], tensors)

@@ -213,18 +213,18 @@ def numpy_dtype(value: Value, depth: int = 8) -> NumpyDType:
     found = _NAME.fullmatch(name) if name else None
     if found is None or not isinstance(state, Tuple) or len(state.items) not in (8, 9):
         raise NotPlain(f"its dtype is {name or 'not one of NumPy'}")
-    kind, said = ("b", 1) if found[3] else (found[1], int(found[2] or 0))
+    kind, itemsize = ("b", 1) if found[3] else (found[1], int(found[2] or 0))
     order = _word(state.items[1])
     inner, names, fields, size = state.items[2:6]
     if kind == "U":
-        said *= 4
-    if (kind in "SUV" and size not in (-1, said)) or (kind in "Mm" and said != _TIME_BYTES):
+        itemsize *= 4
+    if (kind in "SUV" and size not in (-1, itemsize)) or (kind in "Mm" and itemsize != _TIME_BYTES):
         raise NotPlain("its dtype has two different sizes")
-    dtype = NumpyDType(kind, said, order)
-    if order not in ("<", ">") and not (order == "|" and (kind in "OSV" or said == 1)):
+    dtype = NumpyDType(kind, itemsize, order)
+    if order not in ("<", ">") and not (order == "|" and (kind in "OSV" or itemsize == 1)):
         raise NotPlain("its dtype has no byte order")
     if kind in "Mm":
-        return NumpyDType(kind, said, order, _unit(state.items[8:]))
+        return NumpyDType(kind, itemsize, order, _unit(state.items[8:]))
     if inner is not None or names is not None or fields is not None:
         return _structured(dtype, inner, names, fields, depth)
     return dtype
@@ -419,9 +419,7 @@ class Arrays:
         self._room -= nbytes
         self._values -= values
         if self._room < 0 or self._values < 0:
-            raise LimitError(
-                "its arrays would take far more bytes than the file has", where=self._checkpoint.source.path
-            )
+            raise LimitError("its arrays would take far more bytes than the file has")
 
     def _objects(self, array: _Array) -> Value:
         """Return nested lists of the elements of an array of objects. Pickles store them in row-major order.

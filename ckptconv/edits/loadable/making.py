@@ -80,10 +80,7 @@ def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) ->
     """
     places = (checkpoint.before_renaming or checkpoint.index).every_place
     making = _Making(checkpoint, objects=objects)
-    making.run()
-    nodes = list(walk([*checkpoint.graph.discarded, checkpoint.graph.root]))
-    _refresh(checkpoint, nodes)
-    refused = [*making.troubles, *checkpoint.index.obstacles]
+    refused, nodes = making.run(), checkpoint.index.nodes
     if refused:
         known = {id(place.node): place for place in places if isinstance(place.node, Node)}
         referrers = Referrers(checkpoint.graph, places, nodes)
@@ -91,24 +88,19 @@ def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) ->
         for reason, node in refused:
             for id_ in _placed(node, referrers, making.old_of, known) or {id(places[0].node)}:
                 why.setdefault(id_, making.failed.get(id_, reason))
-
-        def objects_help() -> bool:
-            """Return whether the option ``loadable_objects`` would convert all objects. This changes the graph."""
-            again = _Making(checkpoint, objects=True)
-            again.run()
-            _refresh(checkpoint, list(walk([*checkpoint.graph.discarded, checkpoint.graph.root])))
-            return not (again.troubles or checkpoint.index.obstacles)
-
-        raise refusal(checkpoint, places, why, objects_help=None if objects else objects_help)
+        objects_help = None if objects else lambda: not _Making(checkpoint, objects=True).run()
+        raise _refusal(checkpoint, places, why, objects_help=objects_help)
     drop_effect_order(checkpoint)
     changes.made_plain = making.report(places, nodes)
     if not changes.made_plain:
         changes.notes.append("it contains only plain data already, so " + option("loadable") + " changed nothing")
 
 
-def _refresh(checkpoint: Checkpoint, nodes: list[Node]) -> None:
-    """Update the lists that `checkpoint` derives from its graph. `nodes` are all nodes of the graph now."""
-    graph, reached = checkpoint.graph, set(map(id, nodes))
+def _refresh(checkpoint: Checkpoint) -> None:
+    """Update the lists that `checkpoint` derives from its graph."""
+    graph = checkpoint.graph
+    nodes = list(walk([*graph.discarded, graph.root]))
+    reached = set(map(id, nodes))
     # so that bytes and sets are written with opcodes that torch's safe loader knows
     graph.used |= {CODES["BINBYTES"][0]}
     graph.globals = [node for node in nodes if isinstance(node, Global)]
@@ -135,7 +127,7 @@ class _Making:
     """
 
     def __init__(self, checkpoint: Checkpoint, *, objects: bool) -> None:
-        self._graph = checkpoint.graph
+        self._checkpoint = checkpoint
         self._arrays = Arrays(checkpoint)
         self._tensors = checkpoint.tensor_nodes
         self._objects = objects
@@ -145,9 +137,9 @@ class _Making:
         self.failed: dict[int, str] = {}
         self.troubles: list[tuple[str, Node]] = []
 
-    def run(self) -> None:
-        """Convert all objects below the root, in place."""
-        graph = self._graph
+    def run(self) -> list[tuple[str, Value]]:
+        """Convert all objects below the root, in place. Return the objects that are refused, each with the reason."""
+        graph = self._checkpoint.graph
         graph.root = self.plain(graph.root)
         for node in walk([graph.root]):  # this visits the children after the changes of their parent
             self._note_states(node)
@@ -155,6 +147,8 @@ class _Making:
                 node.items = [self.plain(item) for item in node.items]
             elif isinstance(node, Object):
                 self._replace_in(node)
+        _refresh(self._checkpoint)
+        return [*self.troubles, *self._checkpoint.index.obstacles]
 
     def report(self, places: Sequence[Place], nodes: Sequence[Node]) -> list[MadePlain]:
         """Return the converted objects that have a place in the source and that their row lists in reports.
@@ -350,7 +344,7 @@ def _placed(node: Value, referrers: Referrers, old_of: Mapping[int, Value], plac
     return found
 
 
-def refusal(
+def _refusal(
     checkpoint: Checkpoint,
     places: Sequence[Place],
     why: Mapping[int, str],
@@ -386,7 +380,6 @@ def refusal(
     ]
     return RefusedError(
         f"{count(len(stands), 'object')} cannot be converted to plain data",
-        where=checkpoint.source.path,
         got=some([why[id(place.node)] + at_path(place.path) for place in stands], _SHOWN),
         hint=joined(*hints) if any(hints) else None,
     )
@@ -475,7 +468,7 @@ def _can_go(place: Place) -> bool:
 def _is_something_left(checkpoint: Checkpoint, places: Iterable[Place], gone: Iterable[Place]) -> bool:
     """Return whether a tensor at `places` remains after the removal of the places `gone`.
 
-    True if there are no tensors.
+    Return True if there are no tensors.
     """
     lost = {id(place) for place in gone}
     tensors = [place for place in places if id(place.node) in checkpoint.tensor_nodes]
