@@ -67,7 +67,7 @@ class Index:
     @cached_property
     def obstacles(self) -> list[tuple[str, Value]]:
         """The objects that torch's safe loader refuses in any spelling, each with the reason."""
-        return list(obstacles(self.graph))
+        return list(obstacles(self.graph, None if self.graph.has_inner_calls else self.nodes))
 
     # Storages
 

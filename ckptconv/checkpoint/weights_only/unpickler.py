@@ -232,15 +232,17 @@ def reasons(graph: Graph, contents: Contents | None = None, rules: Rules | None 
     yield from run.steps(graph.outer_calls, graph.changed)
 
 
-def obstacles(graph: Graph) -> Iterator[tuple[str, Value]]:
+def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[str, Value]]:
     """Yield the objects that the unpickler of every known version of torch refuses, in any spelling of `graph`.
 
-    `graph` may be edited.
+    Args:
+        graph: A graph, which may be edited.
+        nodes: All nodes of the graph. None means to walk the graph without creating the nodes inside rows.
 
     Yields:
         The name of a global or a reason, and the node to which it applies.
     """
-    nodes = list(walk([*graph.discarded, graph.root], parts=outline))
+    nodes = list(walk([*graph.discarded, graph.root], parts=outline)) if nodes is None else nodes
     if _is_long(graph.root):
         yield _LONG, graph.root
     for node in nodes:

@@ -45,7 +45,7 @@ from tests.support.reduced import Reduced
 from tests.support.round_trips import round_trip
 from tests.support.sampled import sampled
 
-COMPLEX = {"complex32", "complex64", "complex128"}
+COMPLEX = {"complex32", "bcomplex32", "complex64", "complex128"}
 #: What a glob means; of this the strided floats are cast, and the rest is named.
 MEANT = FLOATS | COMPLEX | {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
 
