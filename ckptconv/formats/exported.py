@@ -163,7 +163,7 @@ def _tensor(calls: TensorCalls, entry: Any, names: Mapping[str, Member]) -> Call
     if meta["layout"] != _STRIDED:
         raise ValueError(f"layout {meta['layout']}")
     dtype = BY_NAME[_SCALARS[meta["dtype"]]]
-    size, stride = ([each["as_int"] for each in meta[which]] for which in ("sizes", "strides"))
+    size, stride = ([number["as_int"] for number in meta[which]] for which in ("sizes", "strides"))
     offset = meta["storage_offset"]["as_int"]
     if not all(map(is_count, [*size, *stride, offset])):
         raise ValueError("a size is not a number")
@@ -238,7 +238,7 @@ def _about(entry: Any) -> str:
     """Return the dtype, shape and device of the constant `entry`, or "an object" if it is not a tensor."""
     try:
         meta = entry["tensor_meta"]
-        size = [each["as_int"] for each in meta["sizes"]]
+        size = [number["as_int"] for number in meta["sizes"]]
         return f"{_SCALARS[meta['dtype']]} {size} on {device_of(meta['device'])}"
     except (KeyError, TypeError, ValueError):
         return "an object"

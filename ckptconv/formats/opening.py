@@ -164,7 +164,7 @@ def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED, *, is_pa
         if no_path := no_path_error(name, is_output=False):
             raise no_path from None
         near = name_like(Path(name))
-        if name not in (found := glob.glob(name)) and found:  # a link to nothing matches its own name
+        if name not in (matching := glob.glob(name)) and matching:  # a link to nothing matches its own name
             error.hint = "type the pattern without quotes: the shell then gives the names of the files"
         error.hint = f"is it {shell(near)}?" if near else error.hint
         raise

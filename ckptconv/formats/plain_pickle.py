@@ -321,10 +321,10 @@ class _Reader:
         self.use(value, key)
         if (text := latin_1_text(value)) is not None:
             self.use(text, key)
-        found = bytes_in(value, self.source, self.where(key), self.decoded)
-        if found is None:
+        span = bytes_in(value, self.source, self.where(key), self.decoded)
+        if span is None:
             self.refuse(key, "its data is not bytes")
-        return found
+        return span
 
     def use(self, value: Value, key: str) -> None:
         """Record that the storage `key` uses `value`. Raises UnsupportedError if another storage uses this value too.

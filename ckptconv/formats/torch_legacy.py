@@ -335,9 +335,9 @@ def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, ByteRange], wh
     for node in alone:
         _, storage_id_, view = views[node]
         assert view
-        whole, itemsize = spans[storage_id_.key], storage_id_.dtype.itemsize
+        data, itemsize = spans[storage_id_.key], storage_id_.dtype.itemsize
         node.id = changed_id(node, key=view.key, numel=view.elements)
-        spans[view.key] = ByteRange(whole.source, whole.offset + view.offset * itemsize, view.elements * itemsize)
+        spans[view.key] = ByteRange(data.source, data.offset + view.offset * itemsize, view.elements * itemsize)
     for call, storage, offset in calls:
         view = views[storage].view
         if view and storage not in alone:
@@ -401,10 +401,10 @@ def _read_sizes(
             got=f"{len(missing)} missing, {len(extra)} unused",
         )
     sizes = {key: first[key].numel * first[key].dtype.itemsize for key in keys}
-    *starts, whole = accumulate((_SIZE + sizes[key] for key in keys), initial=at)
-    if whole > end:
+    *starts, whole_end = accumulate((_SIZE + sizes[key] for key in keys), initial=at)
+    if whole_end > end:
         raise MalformedError(
-            f"{_KIND} that was truncated: {whole - end:,} of {whole:,} bytes missing",
+            f"{_KIND} that was truncated: {whole_end - end:,} of {whole_end:,} bytes missing",
             where=where,
             hint=DOWNLOAD_AGAIN,
         )
@@ -423,13 +423,13 @@ def _read_sizes(
                 got=f"{numel:,}",
             )
         spans[key] = ByteRange(source, start + _SIZE, sizes[key])
-    if whole != end:
+    if whole_end != end:
         source.faults.found(
             MalformedError(
                 "bytes after the last storage",
-                where=f"{where} at byte {whole}",
+                where=f"{where} at byte {whole_end}",
                 expected="the end of the file",
-                got=f"{end - whole:,} bytes",
+                got=f"{end - whole_end:,} bytes",
                 hint="several checkpoints in one file must be taken apart with torch.load, one after another",
             )
         )

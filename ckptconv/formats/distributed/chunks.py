@@ -47,15 +47,15 @@ def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequen
     chunks = [chunk for chunk in chunks if 0 not in chunk.sizes]
     if (len(chunks) == 1 and chunks[0].sizes == shape) or (not chunks and 0 in shape):
         return
-    whole, saved = prod(shape), sum(prod(chunk.sizes) for chunk in chunks)
-    if saved != whole or not _adds_up(shape, chunks):
+    wanted, saved = prod(shape), sum(prod(chunk.sizes) for chunk in chunks)
+    if saved != wanted or not _adds_up(shape, chunks):
         raise MalformedError(
-            f"the chunks of {name!r} {'leave holes in it' if saved < whole else 'overlap'}",
+            f"the chunks of {name!r} {'leave holes in it' if saved < wanted else 'overlap'}",
             where=where,
-            expected=f"{whole:,} elements of shape {shape}",
+            expected=f"{wanted:,} elements of shape {shape}",
             got=f"{saved:,} in {len(chunks):,} chunks",
             hint="the files of some ranks may be missing: save it again, or copy the whole folder"
-            if saved < whole
+            if saved < wanted
             else None,
         )
 
@@ -80,11 +80,11 @@ def rows_of_ranks(shape: tuple[int, ...], ranks: int) -> dict[int, Chunk]:
 
     A process without rows is not in the result. A tensor without dimensions or elements is given to process 0.
     """
-    whole = Chunk((0,) * len(shape), shape)
+    complete = Chunk((0,) * len(shape), shape)
     if ranks == 1 or 0 in (shape or (0,)):
-        return {0: whole}
+        return {0: complete}
     shares = ((rank, *_share(shape[0], ranks, rank)) for rank in range(min(ranks, shape[0])))
-    return {rank: Chunk((first, *whole.offsets[1:]), (size, *shape[1:])) for rank, first, size in shares if size > 0}
+    return {rank: Chunk((first, *complete.offsets[1:]), (size, *shape[1:])) for rank, first, size in shares if size > 0}
 
 
 def is_apart(info: TensorInfo) -> bool:
@@ -170,10 +170,10 @@ def _shares(total: int, cut: Cut) -> Iterator[tuple[int, int]]:
         yield start + inner, size
 
 
-def _taken(of: _Stretches, shares: Iterable[tuple[int, int]]) -> _Stretches:
+def _taken(stretches: _Stretches, shares: Iterable[tuple[int, int]]) -> _Stretches:
     """Return the stretches of the indices of `of` whose numbers, counted along all stretches, are in `shares`."""
     taken: _Stretches = []
-    rest = iter(of)
+    rest = iter(stretches)
     first, size, before = 0, 0, 0  # a stretch, and the number of indices in earlier ones
     for start, count in shares:
         while count:

@@ -333,8 +333,8 @@ class _Reader:
         window = self.window(name, chunk.offsets)
         with _about(name, window):
             file = self.chunk_files.read(window)
-        info, of = file.info, file.data
-        if info is None or of is None or info.kind != "strided":
+        info, data = file.info, file.data
+        if info is None or data is None or info.kind != "strided":
             raise UnsupportedError(
                 f"a chunk of {name!r} is not a plain tensor",
                 where=where_of(window),
@@ -349,14 +349,14 @@ class _Reader:
                 got=f"{info.dtype} of shape {info.shape}",
             )
         fills_storage = info.storage and info.storage.nbytes == info.nbytes and info.offset == 0 and is_apart(info)
-        if not isinstance(of, ByteRange) or not fills_storage or not file.is_little_endian:
+        if not isinstance(data, ByteRange) or not fills_storage or not file.is_little_endian:
             raise UnsupportedError(
                 f"a chunk of {name!r} is stored in a way that torch.distributed.checkpoint does not use",
                 where=where_of(window),
                 expected="all of a storage, little-endian and not compressed",
             )
         stride = row_major(chunk.sizes) if info.contiguous else info.stride
-        return ChunkPlacement(of, chunk.offsets, chunk.sizes, stride), info
+        return ChunkPlacement(data, chunk.offsets, chunk.sizes, stride), info
 
 
 @contextmanager
@@ -463,5 +463,5 @@ class _Nest:
             if at.kind is int:
                 add_elements(node, [node_of(at.get(i)) for i in range(at.length)])
             else:
-                set_items(node, [each for key, inner in at.items() for each in (key, node_of(inner))])
+                set_items(node, [word for key, inner in at.items() for word in (key, node_of(inner))])
         return root

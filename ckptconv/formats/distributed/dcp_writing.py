@@ -181,7 +181,7 @@ def _opened_lists(checkpoint: Checkpoint) -> set[int]:
     """Return the Python ids of the lists that contain a tensor or a mapping, directly or in nested lists."""
     holders: dict[int, list[List]] = {}
     todo: list[List] = []
-    for node in (each for each in checkpoint.index.nodes if isinstance(each, List)):
+    for node in (node for node in checkpoint.index.nodes if isinstance(node, List)):
         for element in node.elements():
             if id(element) in checkpoint.tensor_nodes or _is_mapping(element):
                 todo.append(node)
@@ -210,8 +210,8 @@ def _refuse_or_leave(checkpoint: Checkpoint, flat: _Flat) -> list[LeftBehind]:
         raise cannot_hold(checkpoint, _NAME, troubles)
     refused: dict[str, str] = {}
     for key, place in places.items() if index.obstacles else ():
-        if key not in index.tensor_nodes and (found := checkpoint.part(place).index.obstacles):
-            reason, node = found[0]
+        if key not in index.tensor_nodes and (obstacles := checkpoint.part(place).index.obstacles):
+            reason, node = obstacles[0]
             refused[place.path] = str(node) if isinstance(node, Global) else reason
     if refused:
         raise RefusedError(
@@ -296,7 +296,7 @@ def _later(piece: Deferred, own: slice) -> Deferred:
 def _not_compared(checkpoint: Checkpoint, files: Iterable[_RankFile]) -> list[ByteRange]:
     """Return the ranges of `checkpoint` with checksums that are not verified by writing `files`."""
     pieces = [piece for file in files for piece in (*file.pieces, *file.sums)]
-    compared = {id(each) for piece in pieces for each in (piece, piece.checked_range())}
+    compared = {id(verified) for piece in pieces for verified in (piece, piece.checked_range())}
     spans = [span for storage in checkpoint.storages.values() for span in storage.data.with_checksums()]
     return [span for span in spans if id(span) not in compared]
 

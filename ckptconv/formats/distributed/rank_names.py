@@ -44,9 +44,9 @@ class RankSet(NamedTuple):
 
         If the number of ranks is unknown, only ranks below the highest one can be missing.
         """
-        there = {rank for rank, _ in self.names}
-        every = range(self.world or max(there, default=-1) + 1)
-        return [self.pattern.replace("*", str(rank)) for rank in every if rank not in there]
+        existing = {rank for rank, _ in self.names}
+        every = range(self.world or max(existing, default=-1) + 1)
+        return [self.pattern.replace("*", str(rank)) for rank in every if rank not in existing]
 
 
 def _parsed(name: str) -> tuple[str, int | None, int | None]:
@@ -99,7 +99,7 @@ def as_sets(paths: Iterable[str], *, least: int = 1) -> list[str]:
         folder, name = os.path.split(path)
         pattern, world, rank = _parsed(name)
         groups.setdefault(os.path.join(folder, pattern) if world and rank is not None else path, []).append(path)
-    return [each for key, group in groups.items() for each in ([key] if len(group) >= least else group)]
+    return [path for key, group in groups.items() for path in ([key] if len(group) >= least else group)]
 
 
 def is_pattern(path: str | os.PathLike[str]) -> bool:

@@ -167,7 +167,7 @@ class PartReader:
                     what = "is Partial: its sum was never computed"
                 self._refuse(f"a DTensor {what}", needed="complete: tensor.full_tensor()")
             fields = self._object(word, kind)
-            said = kind
+            description = kind
             if kind != "Replicate":
                 dim, split = fields.get("dim"), fields.get("split_factor", 1)
                 if not is_count(dim) or dim >= rank:
@@ -176,10 +176,10 @@ class PartReader:
                     )
                 if not is_count(split) or not 0 < split <= max(self.world, 1):
                     self._fail("a placement has no valid split_factor", f"1 to {self.world}", plain(split))
-                said = f"Shard({dim})" if split == 1 else f"_StridedShard({dim}, split_factor={split})"
+                description = f"Shard({dim})" if split == 1 else f"_StridedShard({dim}, split_factor={split})"
                 if parts > 1:
                     cuts.append(Cut(parts, at, dim, split))
-            layout.append(f"{said} over {parts}" + (f" ({name})" if isinstance(name, str) else ""))
+            layout.append(f"{description} over {parts}" + (f" ({name})" if isinstance(name, str) else ""))
         return tuple(cuts), ", ".join(layout)
 
     def _mesh(self, node: Value) -> _Mesh:

@@ -146,8 +146,8 @@ def read(
             )
         texts.append(header.metadata or {})
         for entry in header.entries:
-            of = ByteRange(source, header.data_offset + entry.start, entry.end - entry.start)
-            placement = ChunkPlacement(of, offsets[entry.name], entry.shape, row_major(entry.shape))
+            data = ByteRange(source, header.data_offset + entry.start, entry.end - entry.start)
+            placement = ChunkPlacement(data, offsets[entry.name], entry.shape, row_major(entry.shape))
             parts.setdefault(entry.name, []).append((entry, placement))
     merger = Merger(folder)
     items: list[Value] = []

@@ -178,7 +178,7 @@ class _Fields:
         `what` is for errors.
         """
         elements = self.elements(what, node)
-        numbers = [each for each in elements if is_count(each)]
+        numbers = [element for element in elements if is_count(element)]
         if len(numbers) != len(elements):
             self.fail(f"{what} is not a list of numbers")
         return numbers
@@ -276,8 +276,8 @@ class _Model(_Fields):
     @property
     def alike(self) -> tuple[object, ...]:
         """The values that must be equal in the model states of all ranks."""
-        said = (_plain(self.root.get(key)) for key in ("global_steps", "dp_world_size", "ds_version"))
-        return ([[*group.items()] for group in self.shapes_of], [*self.frozen.items()], *said)
+        run = (_plain(self.root.get(key)) for key in ("global_steps", "dp_world_size", "ds_version"))
+        return ([[*group.items()] for group in self.shapes_of], [*self.frozen.items()], *run)
 
     def original_order(self, ranks: int) -> list[list[str]]:
         """Return the parameter names of each group in the order of the run's optimizer. `ranks` is the number of ranks.
@@ -317,10 +317,10 @@ class _Rank(_Fields):
         self.stage = self._stage()
         world = self.fields.get("partition_count")
         self.world = [world] if is_count(world) else self.counts("partition_count", world)
-        if not self.world or not all(0 < each <= LIMITS.ranks for each in self.world):
+        if not self.world or not all(0 < ranks <= LIMITS.ranks for ranks in self.world):
             self.fail("partition_count is not a number of ranks", self.world[:9])
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        self.flats = [self.flat(key, each) for each in self.elements(key, self.fields.get(key))]
+        self.flats = [self.flat(key, node) for node in self.elements(key, self.fields.get(key))]
         self.paddings = [0] * len(self.flats)
         if "group_paddings" in self.fields:
             self.paddings = self.counts("group_paddings", self.fields["group_paddings"])
@@ -349,7 +349,7 @@ class _Rank(_Fields):
         if state is None:
             return []
         if isinstance(state, List):  # elastic
-            return [self.items("base_optimizer_state", each) for each in state.elements()]
+            return [self.items("base_optimizer_state", node) for node in state.elements()]
         fields = self.items("the optimizer's state", state)
         groups = fields.get("param_groups")
         self.elements("param_groups", groups)
@@ -400,8 +400,8 @@ class _Reader:
         """
         self.check_alike()
         parameters = self.parameters()
-        made = [self.tensor(each.shape, self.flats_of(each), each.cuts) for each in parameters]
-        weights: dict[str, Value] = {each.name: call for each, call in zip(parameters, made, strict=True)}
+        made = [self.tensor(parameter.shape, self.flats_of(parameter), parameter.cuts) for parameter in parameters]
+        weights: dict[str, Value] = {parameter.name: call for parameter, call in zip(parameters, made, strict=True)}
         replaced = self.replaced(weights)
         root = self.merger.take(self.model.checkpoint)
         dropped = {*_OF_PARTS, *(_OF_DEEPSPEED if self.is_lightning else ())}
@@ -441,9 +441,9 @@ class _Reader:
                     where=self.folder.folder / self.files.tag,
                     hint=_COPY,
                 )
-        said = self.model.root.get("mp_world_size", 1)
-        if said != 1 and is_count(said):
-            raise _refusal(self.folder, self.files, "tensor parallelism", f"mp_world_size {said}")
+        size = self.model.root.get("mp_world_size", 1)
+        if size != 1 and is_count(size):
+            raise _refusal(self.folder, self.files, "tensor parallelism", f"mp_world_size {size}")
 
     def parameters(self) -> list[Parameter]:
         """Return the trained parameters with their ranges in the flat tensors, in the order of the flat data."""
@@ -455,7 +455,7 @@ class _Reader:
         paddings = None
         if given is not None:
             lists = self.first.elements("param_alignment_paddings", given)
-            paddings = [self.first.counts("param_alignment_paddings", each) for each in lists]
+            paddings = [self.first.counts("param_alignment_paddings", numbers) for numbers in lists]
             flats.check("the length of param_alignment_paddings", len(self.model.shapes_of), len(paddings))
         return [*flats.of_groups(self.model.shapes_of, paddings)]
 
@@ -501,7 +501,7 @@ class _Reader:
         model, nodes = self.model, self.model.checkpoint.tensor_nodes
         saved = self.model.items("module", model.module)
         if self.first.stage == 3:
-            fragments = [each.fragments for each in self.models]
+            fragments = [model.fragments for model in self.models]
             for name, shape in model.frozen.items():
                 flats = [each.flat(name, part.get(name)) for each, part in zip(self.models, fragments, strict=True)]
                 weights[name] = self.frozen(name, shape, flats)
@@ -538,8 +538,8 @@ class _Reader:
 
     def frozen(self, name: str, shape: Shape, flats: list[_Flat]) -> Call:
         """Return a call that rebuilds the frozen parameter `name`. `flats` has its slice in each rank."""
-        (whole,) = Flats(self.model.where, [[flat.numel] for flat in flats]).of_ranks([{name: shape}])
-        return self.tensor(shape, [flats[cut.rank] for cut in whole.cuts] or flats[:1], whole.cuts)
+        (parameter,) = Flats(self.model.where, [[flat.numel] for flat in flats]).of_ranks([{name: shape}])
+        return self.tensor(shape, [flats[cut.rank] for cut in parameter.cuts] or flats[:1], parameter.cuts)
 
     def module(self, weights: dict[str, Value]) -> Object:
         """Return the mapping ``module``, in which `weights` replace tensors of the same names.
@@ -644,7 +644,7 @@ class _Reader:
             first.fail("param_groups refer to a damaged storage")  # which a sink may have taken
         taken = self.merger.take(first.checkpoint.part(place))
         assert isinstance(taken, List)
-        group_of = {each.name: each.group for each in parameters}
+        group_of = {parameter.name: parameter.group for parameter in parameters}
         for group in taken.elements():
             items = first.items("param_groups", group)
             numbers = {*first.counts("params", items.get("params"))}

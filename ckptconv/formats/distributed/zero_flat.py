@@ -93,15 +93,15 @@ class Flats:
         offset = 0
         for name, shape in ((name, shape) for names in shapes for name, shape in names.items()):
             numel = prod(shape)
-            each = -(-numel // self.ranks)
-            if offset + each > starts[-1]:
+            share = -(-numel // self.ranks)
+            if offset + share > starts[-1]:
                 raise self.too_few(name, shape, offset, starts[-1])
             cuts = []
-            for rank in range(-(-numel // each) if each else 0):
-                count = min(each, numel - rank * each)
+            for rank in range(-(-numel // share) if share else 0):
+                count = min(share, numel - rank * share)
                 cuts += [Cut(rank, *rest) for rest in self._cut(starts, offset, count)]
             yield Parameter(name, shape, min(bisect_right(starts, offset), len(starts) - 1) - 1, tuple(cuts))
-            offset += each
+            offset += share
         if offset != starts[-1]:
             raise self.left_over(offset, starts[-1])
 

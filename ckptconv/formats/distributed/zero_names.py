@@ -96,8 +96,8 @@ def as_folders(paths: Iterable[str]) -> list[str]:
     Raises the errors of :func:`files_of`.
     """
     folders = {path: os.path.dirname(path) for path in paths if is_part(os.path.basename(path))}
-    whole = {folder for folder in {*folders.values()} if files_of(locate(folder))}
-    return [*dict.fromkeys(folder if (folder := folders.get(path)) in whole and folder else path for path in paths)]
+    complete = {folder for folder in {*folders.values()} if files_of(locate(folder))}
+    return [*dict.fromkeys(folder if (folder := folders.get(path)) in complete and folder else path for path in paths)]
 
 
 def _files(tag: str, names: list[str]) -> ZeroFiles:

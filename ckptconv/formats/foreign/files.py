@@ -235,8 +235,8 @@ def _tar(file: _File) -> _Answer | None:
             " switched off, and torch.save it again",
         )
     inner = next((name for name in names if name.endswith(CHECKPOINT_SUFFIXES)), None) or ", ".join(names[:3])
-    of = f" of {_cut(inner, 120)}" if inner else ", whose first name cannot be read"
-    return f"a tar archive{of}", f"unpack it: {shell('tar', '-xf', file.path)}"
+    content = f" of {_cut(inner, 120)}" if inner else ", whose first name cannot be read"
+    return f"a tar archive{content}", f"unpack it: {shell('tar', '-xf', file.path)}"
 
 
 def _tar_names(source: Readable) -> list[str]:

@@ -199,9 +199,9 @@ def _distributed(folder: _Folder) -> _Answer | None:
 
 def _to_one(folder: _Folder) -> Message:
     """Return the command that converts `folder` to one file."""
-    out, whole = Path("out.pt"), _absolute(folder.path)
-    if Path(os.path.realpath(whole)) in Path(os.path.realpath(out)).parents:  # never write into the folder itself
-        out = whole.with_name(f"{whole.name}.pt")
+    out, source = Path("out.pt"), _absolute(folder.path)
+    if Path(os.path.realpath(source)) in Path(os.path.realpath(out)).parents:  # never write into the folder itself
+        out = source.with_name(f"{source.name}.pt")
     return command("convert", folder.path, out)
 
 
@@ -243,10 +243,10 @@ def _megatron(folder: _Folder) -> _Answer | None:
     if not inside and not any((step := _folder_at(folder.path / name)) and _has_ranks(step) for name in steps):
         return None
     where = _absolute(folder.path).parent if inside else folder.path  # Megatron wants the folder above
-    whole = ("--target-tensor-parallel-size", "1", "--target-pipeline-parallel-size", "1")
+    one_rank = ("--target-tensor-parallel-size", "1", "--target-pipeline-parallel-size", "1")
     merge = shell(
         "python", "/PATH/TO/Megatron-LM/tools/checkpoint/convert.py", "--model-type", "GPT", "--load-dir", where,
-        "--save-dir", "OUT_FOLDER", *whole,
+        "--save-dir", "OUT_FOLDER", *one_rank,
     )  # fmt: skip
     return f"{_MEGATRON}, with one folder for each rank", f"{TRUSTED}, let Megatron-LM merge it: {merge}"
 
@@ -288,7 +288,7 @@ def _listed(folder: _Folder, where: str) -> _Answer | None:
     if len(names) == 1:
         return f"the checkpoint {where} is {names[0]}", f"use its path: {path}"
     inner = filter(None, (_folder_at(folder.path / name) for name in names))
-    is_foreign = any(_torch_records(each) or _is_orbax(each) for each in inner)
+    is_foreign = any(_torch_records(subfolder) or _is_orbax(subfolder) for subfolder in inner)
     return (
         f"the checkpoints {where} are {some(names)}",
         joined(f"give one of them: {path}", None if is_foreign else _or_all(folder)),
@@ -425,7 +425,7 @@ def odd_suffix_error(path: Path, known: Iterable[str], sources: Iterable[Path]) 
     for suffix in reversed(path.suffixes):
         if suffix.lower() in known:
             return None
-        near = next((each for each in sorted(known) if _is_near(suffix.lower(), each)), None)
+        near = next((other for other in sorted(known) if _is_near(suffix.lower(), other)), None)
         program = _OTHERS.get(suffix.lower())
         if suffix not in own and (near or program):
             hint = option("format", "pt") + " writes torch's format under this name"

@@ -178,13 +178,13 @@ def cut_short(source: Readable) -> InputError:
         return _damaged(source, what)
     names = [len(f"{root}/data/{key}".encode("utf-8", "surrogatepass")) for key in sizes]
     headers = sum(LOCAL_SIZE + CENTRAL_SIZE + 2 * length for length in names)
-    whole = end + sum(sizes.values()) + headers + CENTRAL_SIZE + len(first.name.encode()) + END_SIZE
+    least = end + sum(sizes.values()) + headers + CENTRAL_SIZE + len(first.name.encode()) + END_SIZE
     # The members that start soon after data.pkl must be there and stored: a compressed storage can have any size.
     following = source.read(end, min(_FOLLOWING, source.size - end))
     methods = {int.from_bytes(match[1], "little") for match in _METHOD.finditer(following)}
-    if whole <= source.size or methods != {STORED}:
+    if least <= source.size or methods != {STORED}:
         return _damaged(source, "a torch checkpoint that was truncated: the zip archive's end is missing")
-    missing = f"at least {whole - source.size:,} of about {whole:,} bytes missing"
+    missing = f"at least {least - source.size:,} of about {least:,} bytes missing"
     return _damaged(source, f"a torch checkpoint that was truncated: {missing}")
 
 

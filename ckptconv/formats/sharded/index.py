@@ -255,8 +255,8 @@ def find_set(path: Path, faults: FaultSink = RAISED) -> ShardSet | None:
 
 def _several(path: Path, sets: list[ShardSet], models: list[str]) -> RefusedError:
     """Return the error for the folder `path` with several checkpoints: `sets` of shards and `models` in one file."""
-    listed = some([each.index or f"{each.shards[0]} …" for each in sets] + models, _SHOWN)
-    one = next((name for name in (*(each.index for each in sets), *models) if name), None)
+    listed = some([shard_set.index or f"{shard_set.shards[0]} …" for shard_set in sets] + models, _SHOWN)
+    one = next((name for name in (*(shard_set.index for shard_set in sets), *models) if name), None)
     return RefusedError(
         f"there are several checkpoints in it: {listed}",
         where=path,

@@ -247,7 +247,7 @@ def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind
 def _laid_out(checkpoint: Checkpoint, folder: Path, writer: Writer, planned: _Set, *, copy_tied: bool) -> Layout:
     """Return the files of a `planned` set in `folder`, with the index last. Raises RefusedError."""
     files: list[OutFile] = []
-    left = {(each.path, each.why): each for each in planned.left_behind}
+    left = {(lost.path, lost.why): lost for lost in planned.left_behind}
     notes = dict.fromkeys(planned.notes)
     ties: dict[str, str] = {}
     weight_map: dict[str, str] = {}
@@ -267,7 +267,7 @@ def _laid_out(checkpoint: Checkpoint, folder: Path, writer: Writer, planned: _Se
             total_size += sum(info.nbytes for info in written)
             weight_map |= {info.name: file.name for info in written if info.name is not None}
         files += laid.files
-        left |= {(each.path, each.why): each for each in laid.left_behind}
+        left |= {(lost.path, lost.why): lost for lost in laid.left_behind}
         notes |= dict.fromkeys(laid.notes)
         ties |= laid.ties
     if planned.index:
