@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from ckptconv.checkpoint.storage_ids import change_id, storage_id
 from ckptconv.checkpoint.tensor_info import LeftBehind, Storage, TensorInfo, glob_of, matches
 from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
-from ckptconv.errors import LimitError, RefusedError, size
+from ckptconv.errors import LimitError, RefusedError, count, size
 from ckptconv.hints import Placeholder, option
 from ckptconv.hints import joined as joined_hints
 from ckptconv.light_dataclass import dataclass
@@ -113,6 +113,23 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
         such = ", once for each, such as " + option("exclude", globs[0])
         hint = "to leave them out: " + option("exclude", Placeholder("GLOB")) + such
     return RefusedError(f"{what} cannot store {listed}", where=checkpoint.source.path, hint=hint)
+
+
+def too_large(info: TensorInfo) -> str | None:
+    """Return the reason why the tensor `info` is too large to be written out, or None if it is not.
+
+    Its elements are views of a storage, and repeat the bytes of the storage too often.
+    """
+    assert info.storage is not None
+    most = LIMITS.gathered(info.storage.nbytes)
+    return f"its {info.nbytes:,} bytes exceed the limit of {most:,}" if info.nbytes > most else None
+
+
+def about_parameters(infos: Iterable[TensorInfo], name: str) -> Iterator[str]:
+    """Yield a note if there are parameters among `infos`, which a file of the format `name` does not record."""
+    parameters = sum(info.requires_grad or info.is_parameter for info in infos)
+    if parameters:
+        yield f"{name} does not store requires_grad, which {count(parameters, 'parameter')} had"
 
 
 def _globs(checkpoint: Checkpoint, places: list[Place]) -> tuple[str, ...]:

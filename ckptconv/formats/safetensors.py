@@ -11,7 +11,7 @@ that each tensor is aligned.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
@@ -21,15 +21,14 @@ from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.quantization import torchao_layout
 from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, left_behind_at, piece_of
 from ckptconv.dtypes import BY_NAME, BY_WORD, get_dtype
-from ckptconv.errors import RefusedError, count
+from ckptconv.errors import RefusedError
 from ckptconv.formats.distributed.rank_names import about_one
 from ckptconv.formats.distributed.safetensors_parts import SHARDING_INFO, is_part, part_error, saved_offsets
-from ckptconv.formats.layout import Layout, cannot_hold, file_of
+from ckptconv.formats.layout import Layout, about_parameters, cannot_hold, file_of, too_large
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import joined, option
 from ckptconv.light_dataclass import dataclass
-from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Dict, Graph, Object, PersistentId, Value, set_items, walk
 from ckptconv.pickles.paths import Place, is_item, is_repeated
 
@@ -246,10 +245,7 @@ def _trouble(place: Place, info: TensorInfo) -> str | None:
         return f"a scalar of {_PACKED}"
     if (info.conj and info.dtype not in _COMPLEX) or (info.neg and info.dtype not in _COMPLEX | _REAL):
         return f"{info.dtype} to be conjugated or negated"
-    most = LIMITS.gathered(info.storage.nbytes)
-    if info.nbytes > most:
-        return f"its {info.nbytes:,} bytes exceed the limit of {most:,}"
-    return None
+    return too_large(info)
 
 
 def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str, TensorInfo]:
@@ -289,13 +285,9 @@ def _word_and_shape(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
     return get_dtype(info.dtype).word or "", info.shape
 
 
-def _notes(taken: dict[str, TensorInfo]) -> list[str]:
-    """Return notes on the tensors `taken`: wrappers in their names, and properties that the format does not store."""
-    notes: list[str] = []
+def _notes(taken: dict[str, TensorInfo]) -> Iterator[str]:
+    """Yield notes on the tensors `taken`: wrappers in their names, and properties that the format does not store."""
     for wrapper in ("module.", "_orig_mod."):
         if taken and all(name.startswith(wrapper) for name in taken):
-            notes.append(f"every name starts with {wrapper}: " + option("strip_prefix", wrapper) + " removes it")
-    plain = sum(info.requires_grad or info.is_parameter for info in taken.values())
-    if plain:
-        notes.append(f"safetensors does not store requires_grad, which {count(plain, 'parameter')} had")
-    return notes
+            yield f"every name starts with {wrapper}: " + option("strip_prefix", wrapper) + " removes it"
+    yield from about_parameters(taken.values(), NAME)

@@ -54,7 +54,7 @@ from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import option
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.emitter import emit
+from ckptconv.pickles.emitter import pickle_of
 from ckptconv.pickles.graph import (
     Call,
     Dict,
@@ -477,8 +477,7 @@ def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
     """
     graph = empty_graph()
     graph.root = PersistentId(_in_six(new_id(cls, key, tag, numel)))
-    reference = b"".join(part for part in emit(graph, loadable=True) if isinstance(part, bytes))
-    return _HEAD + reference + pickle.dumps([key], 2) + numel.to_bytes(_SIZE, "little")
+    return _HEAD + pickle_of(graph, loadable=True) + pickle.dumps([key], 2) + numel.to_bytes(_SIZE, "little")
 
 
 def retagged(file: LegacyFile, tag: str) -> Graph:

@@ -146,7 +146,7 @@ class _Class(NamedTuple):
     others: set[str]
 
 
-def _classes(module: str, text: bytes, counted: _Counted = iter) -> dict[str, tuple[list[str], list[str]]]:
+def _classes(module: str, text: bytes, counted: _Counted) -> dict[str, tuple[list[str], list[str]]]:
     """Return the names of the parameters and buffers of each module class in `text`, the code of `module`.
 
     The keys are the full names of the classes. `counted` wraps an iterator, and raises LimitError after too many items.
@@ -190,7 +190,7 @@ def _unquoted(text: bytes) -> str:
     return _ESCAPE.sub(character, text).decode("utf-8", "surrogateescape")
 
 
-def _devices(text: bytes, counted: _Counted = iter) -> Counter[str]:
+def _devices(text: bytes, counted: _Counted) -> Counter[str]:
     """Return how often each device occurs in `text`. In the code, ``x.cuda()`` is written ``torch.cuda(x)``.
 
     `counted` wraps an iterator, and raises LimitError after too many items.

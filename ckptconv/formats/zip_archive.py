@@ -259,15 +259,7 @@ def _is_spared(entry: Member, end: int, is_large: Callable[[str], bool] | None) 
     return any(entry.source.spares(max(at, 0), length, "record header") for at, length in places)
 
 
-class FirstMember(NamedTuple):
-    """The fields of the local header at the start of a file."""
-
-    name: str
-    method: int
-    data_offset: int
-
-
-def first_member(source: Readable) -> FirstMember | None:
+def first_member(source: Readable) -> tuple[str, int, int] | None:
     """Return the name, method and data position of the first member, or None if its header is not valid.
 
     Only the local header is read, so `source` can be a truncated archive without a directory.
@@ -279,7 +271,7 @@ def first_member(source: Readable) -> FirstMember | None:
     if signature != LOCAL or data_offset > source.size:
         return None
     try:
-        return FirstMember(source.read(LOCAL_SIZE, n_name).decode(), method, data_offset)
+        return source.read(LOCAL_SIZE, n_name).decode(), method, data_offset
     except UnicodeDecodeError:
         return None
 

@@ -72,6 +72,11 @@ def emit(graph: Graph, *, loadable: bool, short: bool = False, splice: bool = Fa
     return (_ShortReplayed if short else _Replayed)(graph, False).pickle()
 
 
+def pickle_of(graph: Graph, *, loadable: bool) -> bytes:
+    """Return the pickle of `graph`, which has no blobs. `loadable` is as in :func:`emit`."""
+    return b"".join(part for part in emit(graph, loadable=loadable) if isinstance(part, bytes))
+
+
 class _OutOfOrder(Exception):
     """Raised if the plain way would change the order of effects."""
 

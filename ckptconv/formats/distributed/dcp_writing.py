@@ -25,13 +25,13 @@ from ckptconv.errors import LimitError, RefusedError, at_path, count, some
 from ckptconv.formats.distributed.chunks import Chunk, rows_of_ranks
 from ckptconv.formats.distributed.dcp import METADATA
 from ckptconv.formats.distributed.metadata import ItemPath, Metadata, Stored, TensorItem, metadata_bytes
-from ckptconv.formats.layout import Layout, cannot_hold, pickle_pieces, renumber
+from ckptconv.formats.layout import Layout, about_parameters, cannot_hold, pickle_pieces, renumber, too_large
 from ckptconv.formats.torch_zip import PICKLE, ZipWriter
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.emitter import emit
+from ckptconv.pickles.emitter import pickle_of
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Tuple, Value, is_global, walk
 from ckptconv.pickles.paths import Place, is_item
 
@@ -237,10 +237,7 @@ def _trouble(info: TensorInfo) -> str | None:
     """Return the reason why the format cannot store the tensor `info`, or None if it can."""
     if info.kind != "strided" or info.storage is None:
         return info.kind
-    if info.dtype not in BY_NAME:
-        return info.dtype
-    most = LIMITS.gathered(info.storage.nbytes)
-    return f"its {info.nbytes:,} bytes exceed the limit of {most:,}" if info.nbytes > most else None
+    return too_large(info) if info.dtype in BY_NAME else info.dtype
 
 
 def _notes(checkpoint: Checkpoint, flat: _Flat) -> Iterator[str]:
@@ -255,9 +252,7 @@ def _notes(checkpoint: Checkpoint, flat: _Flat) -> Iterator[str]:
     tied = len(tensors) - len({info.view for info in tensors})
     if tied:
         yield f"{_NAME} cannot store ties: {count(tied, 'tied tensor')} written again"
-    plain = sum(info.requires_grad or info.is_parameter for info in tensors)
-    if plain:
-        yield f"{_NAME} does not store requires_grad, which {count(plain, 'parameter')} had"
+    yield from about_parameters(tensors, _NAME)
 
 
 # Files
@@ -314,7 +309,7 @@ def _pickle_of(dtype: DType, shape: tuple[int, ...]) -> bytes:
     """Return the pickle of a tensor with this `dtype` and `shape` that fills the storage with the key 0."""
     graph = empty_graph()
     graph.root = TensorCalls(graph).tensor(dtype, shape, "0", dtype.bytes_of(prod(shape)))
-    return b"".join(part for part in emit(graph, loadable=True) if isinstance(part, bytes))
+    return pickle_of(graph, loadable=True)
 
 
 def _object_file(checkpoint: Checkpoint, value: Value) -> OutFile:

@@ -37,7 +37,7 @@ from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, printable, some
 from ckptconv.formats.distributed.chunks import Chunk
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.emitter import emit
+from ckptconv.pickles.emitter import emit, pickle_of
 from ckptconv.pickles.graph import (
     Call,
     Dict,
@@ -174,7 +174,7 @@ def metadata_bytes(metadata: Metadata) -> bytes:
     """
     graph = empty_graph()
     graph.root = _Writer(TensorCalls(graph)).metadata(metadata)
-    return b"".join(part for part in emit(graph, loadable=False) if isinstance(part, bytes))
+    return pickle_of(graph, loadable=False)
 
 
 class _Writer:

@@ -266,7 +266,7 @@ class _Comparison:
                 self.replica(a, piece_of(x, self.a.byteorder), piece_of(y, self.b.byteorder))
             self.inside(child_places(a, self.leaves[0]), child_places(b, self.leaves[1]), a)
         elif self.is_same(a, b):
-            self.inside(child_places(a, _no_leaf), child_places(b, _no_leaf), a)
+            self.inside(child_places(a, leaf_of({})), child_places(b, leaf_of({})), a)
         else:
             self.differ(a)
 
@@ -330,10 +330,6 @@ class _Comparison:
     def differ(self, place: Place) -> None:
         """Record that the files differ at `place`, as a replica without bytes."""
         self.whole.replicas.append(Replica(place, self.files))
-
-
-def _no_leaf(node: Node) -> None:  # noqa: ARG001 - no node is a leaf
-    return None
 
 
 def _comparable(value: Value) -> object:

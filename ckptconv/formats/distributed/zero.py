@@ -411,7 +411,11 @@ class _Reader:
         items += ["state_dict" if self.is_lightning else "module", self.module(weights)]
         if self.first.states or self.first.groups:
             optimizer = self.optimizer(parameters)
-            items += ["optimizer_states", _list([optimizer])] if self.is_lightning else ["optimizer", optimizer]
+            items += (
+                ["optimizer_states", add_elements(List(), [optimizer])]
+                if self.is_lightning
+                else ["optimizer", optimizer]
+            )
         checkpoint = self.merger.checkpoint(NAME, set_items(Dict(), items))
         checkpoint.graph.left_out += [part.checkpoint.graph.root for part in (*self.models, *self.ranks)]
         names = [name for _, name in (*self.files.models, *self.files.optims)]
@@ -637,7 +641,8 @@ class _Reader:
         first = self.first
         orders = self.model.original_order(len(self.ranks))
         if first.groups is None:
-            return _list([set_items(Dict(), ["params", _list(names)]) for names in orders])
+            groups = [set_items(Dict(), ["params", add_elements(List(), names)]) for names in orders]
+            return add_elements(List(), groups)
         place = next(place for place in first.checkpoint.places if place.node is first.groups)
         known = first.checkpoint.index.storage_of
         if any(isinstance(node, PersistentId) and id(node) not in known for node in walk([place.node])):
@@ -651,7 +656,7 @@ class _Reader:
             names = [self.name_of(name) for names in orders for name in names if group_of[name] in numbers]
             for effect, i in first.mapping("param_groups", group).pairs():
                 if effect.values[i] == "params":
-                    effect.values[i + 1] = _list(names)
+                    effect.values[i + 1] = add_elements(List(), names)
         return taken
 
     def notes(self, parameters: int) -> list[str]:
@@ -683,11 +688,6 @@ def _in_place_of(old: Value, new: Value) -> Value:
             if isinstance(reference, PersistentId) and isinstance(before, PersistentId):
                 reference.order = before.order
     return new
-
-
-def _list(given: Iterable[Value]) -> List:
-    """Return a list node with the elements `given`."""
-    return add_elements(List(), [*given])
 
 
 def _plain(value: Value) -> object:

@@ -163,13 +163,13 @@ def _other_kinds(path: str, names: list[str]) -> Iterator[InputError]:
 
 def cut_short(source: Readable) -> InputError:
     """Return the error for `source`, a zip archive without its end. If known, it says how many bytes are missing."""
-    first = first_member(source)
-    root, _, record = first.name.rpartition("/") if first else ("", "", "")
-    if first is None or record != _PICKLE or first.method != STORED:
+    name, method, data_offset = first_member(source) or ("", STORED, 0)
+    root, _, record = name.rpartition("/")
+    if record != _PICKLE or method != STORED:
         return _damaged(source, "a zip archive that was truncated: its end is missing")
     try:
         with gc_paused():
-            graph, end = parse(source.read, source.size, where=f"{source.path}: {_PICKLE}", offset=first.data_offset)
+            graph, end = parse(source.read, source.size, where=f"{source.path}: {_PICKLE}", offset=data_offset)
             sizes = storage_sizes(graph)
     except LimitError as error:
         return error
@@ -178,7 +178,7 @@ def cut_short(source: Readable) -> InputError:
         return _damaged(source, what)
     names = [len(f"{root}/data/{key}".encode("utf-8", "surrogatepass")) for key in sizes]
     headers = sum(LOCAL_SIZE + CENTRAL_SIZE + 2 * length for length in names)
-    least = end + sum(sizes.values()) + headers + CENTRAL_SIZE + len(first.name.encode()) + END_SIZE
+    least = end + sum(sizes.values()) + headers + CENTRAL_SIZE + len(name.encode()) + END_SIZE
     # The members that start soon after data.pkl must be there and stored: a compressed storage can have any size.
     following = source.read(end, min(_FOLLOWING, source.size - end))
     methods = {int.from_bytes(match[1], "little") for match in _METHOD.finditer(following)}

@@ -270,8 +270,8 @@ def _refuse_gaps(path: Path, shards: ShardSet, faults: FaultSink) -> None:
     numbers = {int(match["number"]) for match in matches}
     missing = [n for n in range(1, shards.count + 1) if n not in numbers]
     if missing:
-        stem, total, end = matches[0]["stem"], matches[0]["count"], (matches[0]["variant"] or "") + shards.suffix
-        faults.found(_missing(path, [f"{stem}-{n:05d}-of-{total}{end}" for n in missing], shards.count))
+        stem, end = matches[0]["stem"], (matches[0]["variant"] or "") + shards.suffix
+        faults.found(_missing(path, [shard_name(stem, n, shards.count, end) for n in missing], shards.count))
     elif len(shards.shards) != shards.count or not shards.count:
         faults.found(
             MalformedError(
