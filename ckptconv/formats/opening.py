@@ -201,7 +201,13 @@ def read(source: Readable) -> Checkpoint:
     """
     unfinished = interrupted(source)
     try:
-        checkpoint = read_folder(source) if isinstance(source, SourceFolder) else read_file(source)
+        if isinstance(source, SourceFolder):
+            folder_reader = folder_format(source)
+            if folder_reader is None:
+                raise folder_error(source.path)
+            checkpoint = folder_reader.read(source, read_part)
+        else:
+            checkpoint = read_file(source)
     except InputError as error:
         error.hint = unfinished or error.hint
         raise
@@ -242,14 +248,6 @@ def interrupted(source: Readable) -> Message | None:
         return None
     what = "this file" if hot.name == path.name else os.fspath(hot)
     return f"an in-place change of {what} was interrupted; to restore the old bytes: " + command("undo", hot)
-
-
-def read_folder(source: SourceFolder) -> Checkpoint:
-    """Return the checkpoint in the folder `source`. Raises the same errors as :func:`read`."""
-    format_ = folder_format(source)
-    if format_:
-        return format_.read(source, read_part)
-    raise folder_error(source.path)
 
 
 def folder_format(source: SourceFolder) -> FolderFormat | None:

@@ -350,9 +350,18 @@ class _Reader:
 
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
-    """Plan the file at `path` for an edited `checkpoint`. Raises RefusedError if torch could not read the file."""
+    """Plan the file at `path` for an edited `checkpoint`.
+
+    Raises RefusedError if torch could not read the file, or if the source refers to ``torch.storage._load_from_bytes``.
+    """
     refuse_unknown_dtypes(checkpoint)
-    _refuse_loader(checkpoint)
+    # A reader could not distinguish another reference to this function from the calls of this format.
+    if any(is_global(node, LOADER) for node in checkpoint.graph.globals):
+        raise RefusedError(
+            f"a plain pickle can use {LOADER} only for its storages",
+            where=checkpoint.source.path,
+            hint=option("format", "pt") + " writes it",
+        )
     say_for_older_loaders(checkpoint)
     classes = storage_classes(checkpoint, "a plain pickle")
     files = call_again(checkpoint, _head_of)
@@ -372,19 +381,6 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     if any(isinstance(node, Py2String) and not node.data.isascii() for node in nodes):
         notes = ("it has Python 2 strings that are not ASCII: pickle.load needs encoding='utf-8' (or 'bytes')",)
     return torch_layout(checkpoint, file_of(path, pieces, checkpoint.storages.values()), notes)
-
-
-def _refuse_loader(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError if the source refers to ``torch.storage._load_from_bytes``.
-
-    A reader could not distinguish this reference from the calls of this format.
-    """
-    if any(is_global(node, LOADER) for node in checkpoint.graph.globals):
-        raise RefusedError(
-            f"a plain pickle can use {LOADER} only for its storages",
-            where=checkpoint.source.path,
-            hint=option("format", "pt") + " writes it",
-        )
 
 
 def _head_of(reference: Reference, number: int) -> bytes:

@@ -447,7 +447,15 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     """
     refuse_unknown_dtypes(checkpoint)
     say_for_older_loaders(checkpoint)
-    _refuse_early_readers(checkpoint)
+    if early := _early_readers(checkpoint):
+        paths = [place.path for place in checkpoint.source_places if id(place.node) in early]
+        raise RefusedError(
+            f"{_WHAT} cannot store objects that need values while they are loaded (nested tensors, generators,"
+            " packed weights of quantized modules): torch would read undefined memory",
+            where=checkpoint.source.path,
+            got=some(paths, _SHOWN) if paths else f"{len(early):,} inside of tensors",
+            hint=option("format", "pt") + " writes it",
+        )
     classes = storage_classes(checkpoint, _WHAT)
     own = checkpoint.container if isinstance(checkpoint.container, LegacyFile) else None
     if own is None:
@@ -502,19 +510,6 @@ def _early_readers(checkpoint: Checkpoint) -> set[int]:
     In this format the storages follow the object, so these calls would see memory without defined content.
     """
     return {id(call) for call in checkpoint.graph.calls if _EARLY_READERS.fullmatch(str(call.callable))}
-
-
-def _refuse_early_readers(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError if `checkpoint` has calls that need the values of storages while the object is unpickled."""
-    if early := _early_readers(checkpoint):
-        paths = [place.path for place in checkpoint.source_places if id(place.node) in early]
-        raise RefusedError(
-            f"{_WHAT} cannot store objects that need values while they are loaded (nested tensors, generators,"
-            " packed weights of quantized modules): torch would read undefined memory",
-            where=checkpoint.source.path,
-            got=some(paths, _SHOWN) if paths else f"{len(early):,} inside of tensors",
-            hint=option("format", "pt") + " writes it",
-        )
 
 
 def respell(checkpoint: Checkpoint) -> None:

@@ -221,16 +221,16 @@ def _refuse_or_leave(checkpoint: Checkpoint, flat: _Flat) -> list[LeftBehind]:
             hint=option("loadable") + " converts data objects; to leave it out: " + option("drop", tuple(refused)),
         )
     kept = [info.storage for _, info in tensors]
-    others = [p for p in index.every_place if p.parent and id(p.parent.node) in flat.opened and not _is_inner(p)]
+    inside = ((place, place.parent.node) for place in index.every_place if place.parent)
+    others = [
+        place
+        for place, holder in inside
+        if id(holder) in flat.opened and not (is_item(place) or isinstance(holder, List))
+    ]
     return [
         *left_behind_at(others, index.storage_of, kept, f"{_NAME} cannot store attributes"),
         *(LeftBehind(name, 0, f"{_NAME} stores no empty dict") for name in flat.empty),
     ]
-
-
-def _is_inner(place: Place) -> bool:
-    """Return whether `place` is an item of a mapping or an element of a list."""
-    return is_item(place) or (place.parent is not None and isinstance(place.parent.node, List))
 
 
 def _trouble(info: TensorInfo) -> str | None:

@@ -86,7 +86,9 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
     """
     files = files_of(folder.folder)
     assert files is not None
-    _refuse_kinds(folder, files)
+    for what, names in files.others.items():
+        if names:
+            raise _refusal(folder, files, what, some(names))
     if not files.optims:
         raise MalformedError("no files with optimizer states", where=folder.folder / files.tag, hint=_COPY)
     folder.missing([files.path(name) for _, name in (*files.models, *files.optims)])  # opens remote files, all at once
@@ -95,13 +97,6 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
     optims = [first, *(_Rank(read_file(folder.open(files.path(name)))) for _, name in files.optims[1:])]
     models = [_Model(read_file(folder.open(files.path(name)))) for _, name in files.models]
     return _Reader(folder, files, models, optims).checkpoint()
-
-
-def _refuse_kinds(folder: SourceFolder, files: ZeroFiles) -> None:
-    """Raise UnsupportedError if file names show tensor parallelism, pipeline layers or experts."""
-    for what, names in files.others.items():
-        if names:
-            raise _refusal(folder, files, what, some(names))
 
 
 def _refusal(folder: SourceFolder, files: ZeroFiles, what: str, got: object) -> UnsupportedError:

@@ -185,6 +185,18 @@ def test_records_that_are_not_json(record: str, text: bytes, tmp_path: Path) -> 
         ckptconv.inspect(tmp_path / "bad.pt2")
 
 
+def test_an_unknown_byte_order(tmp_path: Path) -> None:
+    """A byte order that is neither little nor big is malformed, and never read as little."""
+    linear(tmp_path / "m.pt2")
+    changed(
+        tmp_path / "m.pt2",
+        tmp_path / "bad.pt2",
+        lambda name, data: (name, b"middle" if name.endswith("/byteorder") else data),
+    )
+    with pytest.raises(ckptconv.MalformedError, match="byte order"):
+        ckptconv.inspect(tmp_path / "bad.pt2")
+
+
 def test_a_dangerous_sample_input(tmp_path: Path) -> None:
     """torch.export.load would run it, so it is found."""
     linear(tmp_path / "m.pt2")
