@@ -145,6 +145,8 @@ class Limits:
     folder_names: int = 5_000
     #: Files in and below a remote folder: a listing of a hundred requests.
     far_files: int = 100_000
+    #: Characters of the path of such a file: S3's own bound, in bytes.
+    far_name: int = 1_024
     #: Bytes of JSON that are read to describe a file that is not a checkpoint. A configuration has some thousands.
     foreign_json: int = MIB
     #: The same for an index of shards: 90,000 tensors take nine million bytes.

@@ -13,6 +13,7 @@ import http.client
 import io
 import json
 import logging
+import math
 import netrc
 import os
 import re
@@ -54,29 +55,40 @@ from ckptconv.stores.urls import HTTP, Secrets, Url, is_readable_host, parse
 _CURRENT = threading.local()
 
 
-def _is_of_others(record: logging.LogRecord) -> bool:  # noqa: ARG001 - what urllib3 logs can have the secrets of a URL
-    return not hasattr(_CURRENT, "deadline")
+def _is_of_others(record: logging.LogRecord) -> bool:  # noqa: ARG001 - what these log can have the secrets of a request
+    return _deadline() is None
 
 
-for _name in ("connection", "connectionpool", "response"):
-    logging.getLogger(f"urllib3.{_name}").addFilter(_is_of_others)
+def _deadline() -> Deadline | None:
+    return getattr(_CURRENT, "deadline", None)
+
+
+def silence(library: str) -> None:
+    """Drop what the loggers of the imported `library` log about requests of this module, in all threads."""
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith(f"{library}."):
+            logging.getLogger(name).addFilter(_is_of_others)
+
+
+silence("urllib3")
 
 
 @contextlib.contextmanager
 def until(deadline: Deadline) -> Iterator[None]:
     """Set the `deadline` for all answers that this thread begins to read inside the ``with`` block."""
-    _CURRENT.deadline = deadline
+    before, _CURRENT.deadline = _deadline(), deadline
     try:
         yield
     finally:
-        del _CURRENT.deadline
+        _CURRENT.deadline = before
 
 
 class _Reader(io.RawIOBase):
-    """The bytes that arrive at `socket`. Reading after the deadline of :func:`until` raises Transient."""
+    """The bytes that arrive at `socket`. Reading after the deadline of :func:`until`, or more, raises Transient."""
 
     def __init__(self, socket: Any) -> None:
-        self._socket, self._deadline, self._received = socket, _CURRENT.deadline, 0
+        self._socket, self._received = socket, 0
+        self._deadline = _deadline() or Deadline(math.inf)
         self._raw = socket.makefile("rb", buffering=0)  # keeps the socket open until it is closed itself
 
     def readable(self) -> bool:
@@ -93,6 +105,8 @@ class _Reader(io.RawIOBase):
                     raise
             else:
                 self._received += count or 0
+                if self._received > self._deadline.most:
+                    raise Transient(f"the server sent more than {self._deadline.most:,} bytes")
                 return count
         raise Transient(f"the server is too slow: {self._received:,} bytes came")
 
@@ -101,19 +115,24 @@ class _Reader(io.RawIOBase):
         super().close()
 
 
-class _Socket:
-    """The methods of a socket that ``http.client`` needs to read an answer."""
+class BoundedSocket:
+    """A socket. The answers that are read from it end by the deadline of :func:`until`."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
 
-    def makefile(self, _: str) -> io.BufferedReader:
-        return io.BufferedReader(_Reader(self._socket))
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def makefile(self, _: str, buffering: int = -1) -> io.BufferedIOBase | io.RawIOBase:
+        """Return a file to read an answer from. Without `buffering`, it reads no byte ahead."""
+        reader = _Reader(self._socket)
+        return io.BufferedReader(reader) if buffering else reader
 
 
 class _Response(http.client.HTTPResponse):
     def __init__(self, sock: Any, *args: Any, **how: Any) -> None:
-        super().__init__(_Socket(sock), *args, **how)  # type: ignore[arg-type]
+        super().__init__(BoundedSocket(sock), *args, **how)  # type: ignore[arg-type]
 
 
 class _Connection(urllib3.connection.HTTPConnection):  # type: ignore[misc]
@@ -173,7 +192,7 @@ _GZIP = 16 + zlib.MAX_WBITS  # with gzip's header and its checksum
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _HUB = "https://huggingface.co"
-_PAGE = 16 << 20  # bytes of a page of a list: the Hub's have 1,000 entries
+PAGE = 16 << 20  # bytes of a page of a list: the Hub's and S3's have 1,000 entries
 _PLAINLY = {"Accept-Encoding": "identity", "User-Agent": "ckptconv"}
 _LONGEST_WAIT = 3600.0  # seconds that a server can ask for; more is a lie, and no deadline is that long
 
@@ -268,7 +287,7 @@ class HttpTransport:
         with self._as_error(), until(Deadline(deadline)), self._followed(_PLAINLY) as response:
             if response.status != 200:
                 raise self._refused(response, 0, None)
-            found = _parsed(received(self._chunks(response), None, deadline, most=_PAGE), self._shown)
+            found = _parsed(received(self._chunks(response), None, deadline, most=PAGE), self._shown)
             return found, self._next_page(response.headers.get("Link", ""))
 
     def _next_page(self, link: str) -> str | None:
@@ -455,7 +474,7 @@ def _hub_transport(url: Url, shown: object) -> HttpTransport:
     """Return the transport for ``hf://[datasets/|spaces/]OWNER/REPO[@REVISION]/PATH``, with the user's token."""
     kind, repo, revision, path = url.on_hub
     folder = "" if kind == "models" else f"{kind}/"
-    return _on_hub(f"{folder}{repo}/resolve/{revision}/{path}", shown)
+    return _on_hub(f"{folder}{repo}/resolve/{revision}/{quote(path)}", shown)
 
 
 def _hub_entries(url: Url, shown: object) -> Iterator[Entry]:

@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
@@ -27,6 +27,7 @@ from ckptconv.byteranges.threads import Task, Threads
 from ckptconv.errors import (
     CkptconvError,
     InputError,
+    LimitError,
     MissingInputError,
     OutputError,
     RefusedError,
@@ -36,6 +37,7 @@ from ckptconv.errors import (
     count,
     size,
 )
+from ckptconv.limits import LIMITS
 from ckptconv.stores.base import Store
 from ckptconv.stores.requests import (
     POLICY,
@@ -68,12 +70,16 @@ class Listing:
     def __init__(self, entries: Iterable[Entry], where: object) -> None:
         """Sort `entries`, which were listed in the folder `where`, into folders.
 
-        Raises InputError if an entry's path has an empty segment, ``.``, ``..`` or a NUL character.
+        Raises InputError if an entry's path has an empty segment, ``.``, ``..`` or a NUL character, and LimitError if
+        it is too long or the paths of all folders are.
         """
+        self._characters, self._where = 0, where  # in the paths of all folders
         self.files: dict[str, Entry] = {}
         self.folders: dict[str, tuple[set[str], list[str]]] = {"": (set(), [])}
         for entry in entries:
             place = entry.place
+            if len(place) > LIMITS.far_name:
+                self._refuse(f"a name of {len(place):,} characters", LIMITS.far_name)
             segments = place.split("/")
             if not {"", ".", ".."}.isdisjoint(segments) or "\0" in place:
                 raise InputError(
@@ -82,13 +88,20 @@ class Listing:
             self.files[place] = entry
             self._add(segments)
 
+    def _refuse(self, what: str, most: int) -> NoReturn:
+        raise LimitError(f"the store lists {what}", where=self._where, expected=f"at most {most:,}")
+
     def _add(self, segments: list[str]) -> None:
         *above, name = segments
         here = ""
         for each in above:
             self.folders[here][0].add(each)
             here = f"{here}/{each}" if here else each
-            self.folders.setdefault(here, (set(), []))
+            if here not in self.folders:
+                self.folders[here] = (set(), [])
+                self._characters += len(here)
+        if self._characters > LIMITS.path_characters_unpickled:
+            self._refuse("folders whose paths are too long together", LIMITS.path_characters_unpickled)
         self.folders[here][1].append(name)
 
 

@@ -5,6 +5,7 @@ All answers must be of the version of the file that the first answer was of. All
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from bisect import bisect_left, bisect_right, insort
@@ -45,6 +46,9 @@ class Policy:
     backoff: float = 0.2
     #: The seconds for one range with all its attempts. A part at 100 kB/s takes 80.
     deadline: float = 120.0
+    #: The seconds for all pages of a list, and for one request that changes a store: S3 takes minutes to complete a
+    #: large upload.
+    patience: float = 1200.0
     #: The seconds without a byte after which a connection is closed.
     silence: float = 20.0
     #: The number of redirects that are followed. Browsers follow twenty, the Hub needs two.
@@ -171,10 +175,13 @@ class Transient(Exception):
 
 
 class Deadline:
-    """A time `at` of :func:`time.monotonic`. It can be changed while a request runs."""
+    """A time `at` of :func:`time.monotonic`. It can be changed while a request runs.
 
-    def __init__(self, at: float) -> None:
-        self.at = at
+    `most` is the largest number of bytes that one answer can have, with its headers.
+    """
+
+    def __init__(self, at: float, most: float = math.inf) -> None:
+        self.at, self.most = at, most
 
 
 class Transport(Protocol):
@@ -261,6 +268,9 @@ def retried(ask: Callable[[float], _T], where: object, wait: Callable[[float], o
     raise AssertionError("the last attempt has raised")
 
 
+_LESS = "give one of the folders in it"
+
+
 def paged(ask: Callable[[str, float], tuple[list[Entry], str | None]], first: str, where: object) -> Iterator[Entry]:
     """Yield the entries of all pages of a listing.
 
@@ -270,16 +280,20 @@ def paged(ask: Callable[[str, float], tuple[list[Entry], str | None]], first: st
         first: The token of the first page.
         where: The name of the folder in errors.
 
-    Raises LimitError if there are too many entries, and the errors of :func:`retried`.
+    Raises LimitError if there are too many entries, TransferError if all pages together take too long, and the errors
+    of :func:`retried`.
     """
     at: str | None = first
     seen = 0
+    ends = time.monotonic() + POLICY.patience
     while at is not None:
+        if time.monotonic() > ends:
+            raise TransferError(f"the list did not end within {POLICY.patience:g} s", where=where, hint=_LESS)
         page, at = retried(partial(ask, at), where)
         seen += len(page) or LIMITS.far_files // 100  # a page without any costs a request, too
         if seen > LIMITS.far_files:
             what, most = "the folder has too many files", f"at most {LIMITS.far_files:,}"
-            raise LimitError(what, where=where, expected=most, hint="give one of the folders in it")
+            raise LimitError(what, where=where, expected=most, hint=_LESS)
         yield from page
 
 

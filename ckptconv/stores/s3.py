@@ -13,15 +13,18 @@ import base64
 import contextlib
 import functools
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count as count_from
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import botocore.session
 from botocore import UNSIGNED
+from botocore.awsrequest import AWSHTTPConnectionPool, AWSHTTPSConnectionPool
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -51,11 +54,13 @@ from ckptconv.errors import (
 )
 from ckptconv.hints import shell
 from ckptconv.stores.base import AGAIN, ANOTHER, NO_OLD_SET, OldSet, hint_to_replace
+from ckptconv.stores.http import PAGE, BoundedSocket, silence, until
 from ckptconv.stores.remote import FarSource, far_path
 from ckptconv.stores.requests import (
     KIB,
     POLICY,
     Answer,
+    Deadline,
     Entry,
     Transient,
     Version,
@@ -77,7 +82,12 @@ from ckptconv.stores.uploads import (
 )
 from ckptconv.stores.urls import Secrets, Url
 
+silence("botocore")
+
 _CHUNK = 256 * KIB
+#: Errors of botocore and of ours for an answer that is not as S3 describes it. A redirect that leads to itself makes
+#: botocore ask until Python's stack ends.
+_ODD = (ResponseParserError, ValueError, OverflowError, LookupError, TypeError, RecursionError)
 _MISSING = ("NoSuchKey", "NoSuchBucket", "NotFound", "404")
 _AGAIN = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "RequestLimitExceeded", "Throttling")
 
@@ -100,7 +110,23 @@ def client() -> Any:
         **signature,
     )
     region = session.get_config_variable("region") or "us-east-1"  # which any endpoint takes, and S3 corrects
-    return session.create_client("s3", config=config, region_name=region)
+    made = session.create_client("s3", config=config, region_name=region)
+    made._endpoint.http_session._pool_classes_by_scheme.update(_POOLS)
+    return made
+
+
+def _bounded(pool: Any) -> Any:
+    """Return `pool`, a class of botocore's connection pools, with answers that :func:`until` bounds."""
+
+    class Connection(pool.ConnectionCls):  # type: ignore[misc]
+        def connect(self) -> None:
+            super().connect()
+            self.sock = BoundedSocket(self.sock)  # type: ignore[has-type]
+
+    return type(pool.__name__, (pool,), {"ConnectionCls": Connection})
+
+
+_POOLS = {"http": _bounded(AWSHTTPConnectionPool), "https": _bounded(AWSHTTPSConnectionPool)}
 
 
 @functools.cache
@@ -132,17 +158,21 @@ class S3Transport:
             except (BotoCoreError, ValueError) as error:
                 raise self._unaskable(error) from error
 
-    def page(self, at: str, deadline: float) -> tuple[list[Entry], str | None]:  # noqa: ARG002 - the client has one
+    def page(self, at: str, deadline: float) -> tuple[list[Entry], str | None]:
         """Return a page of the listing, and the token of the next page or None.
 
         `at` is the token of the page, or an empty string for the first one. Raises Transient, InputError.
         """
         root = self._object["Key"]
         more = {"ContinuationToken": at} if at else {}
-        with self._as_error(0):
+        with self._as_error(0), until(Deadline(deadline, PAGE)):
             said = self._client.list_objects_v2(Bucket=self._object["Bucket"], Prefix=root, **more)
             listed = said.get("Contents", ())
-            found = [Entry(each["Key"][len(root) :], max(0, each["Size"]), each.get("ETag")) for each in listed]
+            found = [
+                Entry(each["Key"][len(root) :], max(0, each["Size"]), each.get("ETag"))
+                for each in listed
+                if each["Key"].startswith(root)
+            ]
             after = said["NextContinuationToken"] if said.get("IsTruncated") else None
         return [each for each in found if each.place and not each.place.endswith("/")], after
 
@@ -152,7 +182,7 @@ class S3Transport:
         With `expected`, the object must still have that ETag: otherwise InputChangedError is raised.
         """
         match = {"IfMatch": expected.strong_etag} if expected and expected.strong_etag else {}
-        with self._as_error(start):
+        with self._as_error(start), until(Deadline(deadline, stop - start + PAGE)):
             try:
                 said = self._client.get_object(**self._object, Range=f"bytes={start}-{stop - 1}", **match)
             except ClientError as error:
@@ -160,10 +190,10 @@ class S3Transport:
                     return self._empty(error)
                 raise
             etag, modified = said.get("ETag"), str(said.get("LastModified"))
-            if "ContentRange" not in said:
-                raise TransferError("the store does not support range requests", where=self._where)
-            end, size = check_range(said["ContentRange"], start, stop, self._where)
             with contextlib.closing(said["Body"]) as body:
+                if "ContentRange" not in said:
+                    raise TransferError("the store does not support range requests", where=self._where)
+                end, size = check_range(said["ContentRange"], start, stop, self._where)
                 data = received(body.iter_chunks(_CHUNK), end - start, deadline)
             return Answer(data, Version(size, etag, modified))
 
@@ -191,7 +221,7 @@ class S3Transport:
                 raise Transient(f"the connection failed: {type(error).__name__}") from error
             except BotoCoreError as error:
                 raise self._unaskable(error) from error
-            except (ResponseParserError, ValueError, OverflowError, LookupError, TypeError) as error:
+            except _ODD as error:
                 raise TransferError("the store sent an invalid answer", where=self._where) from error
 
     def _unaskable(self, error: Exception) -> TransferError:
@@ -438,7 +468,7 @@ class _Object:
                 raise
             return said
 
-        return str(self._asked(create)["UploadId"])
+        return str(self._asked(create, "UploadId"))
 
     def abort(self, upload: str) -> None:
         """Abort the upload with the id `upload`. The store deletes its parts. Raises OutputError."""
@@ -466,20 +496,22 @@ class _Object:
         if not part.copied:
             data = _bytes_of(part)
             sum_ = digest([data])
-            said = self._asked(self.client.upload_part, Body=data, ContentMD5=_base64(sum_), **more)
-            return str(said["ETag"]), (len(data), sum_)
+            said = self._asked(self.client.upload_part, "ETag", Body=data, ContentMD5=_base64(sum_), **more)
+            return str(said), (len(data), sum_)
         (span,) = part.pieces
         assert isinstance(span, ByteRange) and isinstance(span.source, FarSource)
         version, url = span.source.requests.version, span.source.url
         match = {"CopySourceIfMatch": version.etag} if version and version.etag else {}
         done = self._asked(
             self.client.upload_part_copy,
+            "CopyPartResult",
+            "ETag",
             CopySource={"Bucket": url.host, "Key": url.path},
             CopySourceRange=f"bytes={span.offset}-{span.offset + span.length - 1}",
             **match,
             **more,
         )
-        return str(done["CopyPartResult"]["ETag"]), span
+        return str(done), span
 
     def complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> str:
         """Complete the upload with the id `upload` if `condition` holds, which makes the object visible.
@@ -515,15 +547,16 @@ class _Object:
 
         return str(self._asked(ask, **more).get("ETag", ""))
 
-    def _asked(self, call: Callable[..., dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """Return the store's answer to `call`, which is repeated if the error is transient.
+    def _asked(self, call: Callable[..., dict[str, Any]], *keys: str, **more: Any) -> Any:
+        """Return the store's answer to `call`, which is repeated if the error is transient, or what has `keys` in it.
 
         Raises OutputError, TargetExistsError.
         """
 
         def ask(_: float) -> dict[str, Any]:
             try:
-                return call(**self._at, **more)
+                with until(Deadline(time.monotonic() + POLICY.patience, PAGE)):
+                    return call(**self._at, **more)
             except (ClientError, BotoCoreError) as error:
                 if not is_transient(error):
                     raise
@@ -531,8 +564,10 @@ class _Object:
 
         with self._secrets.kept():
             try:
-                return retried(ask, self.path)
-            except (ClientError, BotoCoreError, ResponseParserError) as error:
+                return functools.reduce(getitem, keys, retried(ask, self.path))
+            except CkptconvError:
+                raise
+            except (ClientError, BotoCoreError, *_ODD) as error:
                 raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> OutputError | TargetExistsError:
@@ -547,7 +582,9 @@ class _Object:
                 there = "the output exists now, created by another process"
                 return TargetExistsError(there, where=self.path, got=got, hint=hint_to_replace())
             return OutputError(f"could not be written: {said.get('Message', 'refused')}", where=self.path, got=got)
-        return OutputError(f"could not be written: the connection failed ({type(error).__name__})", where=self.path)
+        is_odd = isinstance(error, _ODD) and not isinstance(error, BotoCoreError)
+        what = "the store sent an invalid answer" if is_odd else f"the connection failed ({type(error).__name__})"
+        return OutputError(f"could not be written: {what}", where=self.path)
 
 
 def _status(error: ClientError) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,10 @@ import torch
 import ckptconv
 from ckptconv import errors
 from ckptconv.stores.requests import POLICY
+from tests.support import fake_s3
 from tests.support.hostile_bytes import saved
 from tests.support.http_server import LIES, SLOW_DOWNLOADS, Exchange, serving
+from tests.support.seaweed import BUCKET
 
 pytest.importorskip("urllib3", reason="the extra remote is not installed")
 
@@ -84,6 +89,62 @@ def test_a_list_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(errors.TransferError, match="too slow"):
             ckptconv.inspect("hf://me/model/")
         assert time.monotonic() - started < _DEADLINE + _MORE
+
+
+def _store(say: Callable[[BaseHTTPRequestHandler], None]) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.close_connection = True
+        handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        with contextlib.suppress(OSError):  # who is lied to may hang up
+            say(handler)
+
+    return answer
+
+
+def _sent(head: str, unit: bytes, pause: float = 0.0) -> Callable[[BaseHTTPRequestHandler], None]:
+    """Send `head`, and `unit` after it for some seconds."""
+
+    def say(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(f"HTTP/1.1 {head}".encode())
+        ends = time.monotonic() + 2 * _MORE
+        while unit and time.monotonic() < ends:
+            handler.wfile.write(unit)
+            time.sleep(pause)
+
+    return say
+
+
+#: What a store can answer to any request: the error in reading contains the text, unless an S3 client sees no body.
+STORE_LIES = {
+    "a body without an end": _sent("200 OK\r\n\r\n<ListBucketResult>", b" " * (1 << 20)),
+    "an error without an end": _sent("403 no\r\n\r\n<Error>", b" " * (1 << 20)),
+    "a slow body": _sent("200 OK\r\n\r\n<ListBucketResult>", b" ", 0.05),
+    "a slow head": _sent("200 OK\r\n", b"X: y\r\n", 0.05),
+    "one interim answer after another": _sent("100 Continue\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n", 0.05),
+    "a redirect to itself": _sent("307 x\r\nLocation: /\r\nContent-Length: 0\r\n\r\n", b""),
+    "no fields": _sent("200 OK\r\nContent-Length: 4\r\n\r\n<X/>", b""),
+    "a time that is none": _sent("200 OK\r\nLast-Modified: soon\r\nContent-Length: 0\r\n\r\n", b""),
+}
+
+
+@pytest.mark.parametrize("lie", STORE_LIES)
+def test_a_store_that_lies(lie: str, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a file, listing a folder and writing a file end in time with one typed error, and hold few bytes."""
+    monkeypatch.setattr(POLICY, "patience", _DEADLINE)
+    monkeypatch.setattr("ckptconv.stores.s3.PAGE", 4 << 20)
+    monkeypatch.setattr(fake_s3._Handler, "_answer", _store(STORE_LIES[lie]))
+    (tmp_path / "a.pt").write_bytes(data)
+    steps: list[Callable[[], object]] = [
+        lambda: ckptconv.inspect(f"s3://{BUCKET}/a.pt"),
+        lambda: ckptconv.inspect(f"s3://{BUCKET}/run/"),
+        lambda: ckptconv.convert(tmp_path / "a.pt", f"s3://{BUCKET}/b.pt", map_location="cpu"),
+    ]
+    with fake_s3.running_fake(tmp_path):
+        for step in steps:
+            started = time.monotonic()
+            with pytest.raises((errors.InputError, errors.OutputError, errors.TargetExistsError)):
+                step()
+            assert time.monotonic() - started < 2 * _DEADLINE + _MORE
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,7 @@ CASES: dict[str, Case] = {
 #: Bounds whose tests stand with what they are on, each by the test's name.
 ELSEWHERE = {
     "far_files": "stores/test_far_folders.py::test_too_many_files",
+    "far_name": "stores/test_far_folders.py::test_a_list_that_lies",
     "path_characters": "test_limits.py::test_paths_cost_what_they_say",
     "path_characters_each": "test_limits.py::test_paths_cost_what_they_say",
     "script_words": "formats/test_torchscript.py::test_code_that_says_too_much_is_refused",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -26,10 +28,11 @@ from ckptconv.errors import (
 )
 from ckptconv.limits import LIMITS
 from ckptconv.stores import is_folder, store_of
-from ckptconv.stores.remote import far_path
-from ckptconv.stores.requests import POLICY
+from ckptconv.stores.remote import Listing, far_path
+from ckptconv.stores.requests import POLICY, Entry, paged
 from tests.support.command import Command
 from tests.support.fake_s3 import running_fake
+from tests.support.hostile_bytes import saved
 from tests.support.http_server import Exchange, FileServer, serving
 from tests.support.rank_runs import save_as_ranks
 from tests.support.writers import distributed
@@ -283,6 +286,7 @@ def test_a_folder_is_listed_once(
         (b"[]", '<http://127.0.0.1:1/api/models/me/model/tree/main?cursor=1>; rel="next"', TransferError),
         (b"[]", "", MissingInputError),
         (b"x" * (17 << 20), "", TransferError),
+        (json.dumps([{"type": "file", "path": "a/" * 600 + "x.pt"}]).encode(), "", LimitError),
     ],
 )
 def test_a_list_that_lies(
@@ -306,6 +310,35 @@ def test_too_many_files(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> 
     server.lists = lambda it, files, most: it.send(200, {"Content-Length": str(len(body)), **link}, body)
     with pytest.raises(LimitError, match="too many files"):
         ckptconv.inspect("hf://me/model/")
+
+
+def test_folders_whose_paths_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each folder has its path, so the paths of deep folders are counted together."""
+    monkeypatch.setattr("ckptconv.stores.remote.LIMITS", replace(LIMITS, path_characters_unpickled=200_000))
+    names = (f"{i}/{'ab/' * 100}x.pt" for i in range(100))
+    with pytest.raises(LimitError, match="too long together"):
+        Listing((Entry(name, 1) for name in names), "here")
+
+
+def test_a_list_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pages together have a time, so that a page with one name every two minutes does not last for months."""
+    monkeypatch.setattr(POLICY, "patience", 0.05)
+
+    def slowly(at: str, deadline: float) -> tuple[list[Entry], str]:
+        time.sleep(0.01)
+        return [Entry("x", 1)], at
+
+    with pytest.raises(TransferError, match="did not end within"):
+        list(paged(slowly, "", "here"))
+
+
+def test_names_that_a_url_would_divide(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a repository is asked for by its whole name, and a percent sign in it stands for itself."""
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
+    for name in ("a?b.pt", "a#b.pt", "%2e%2e%2fa.pt", "a%20b.pt"):
+        server.files = {f"me/model/resolve/main/{name}": saved({"a": torch.ones(1)})}
+        assert ckptconv.inspect(f"hf://me/model/{name}").tensors
+        assert server.seen[-1].path == f"/me/model/resolve/main/{quote(name)}"
 
 
 def test_web_servers_list_nothing(command: Command) -> None:
