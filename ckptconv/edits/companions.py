@@ -131,12 +131,8 @@ def _is_cut_alike(tensor: Geometry, state: Geometry, *, is_split: bool) -> bool:
         state: The geometry of the scales or other state.
         is_split: Whether the rule splits the tensor.
     """
-    if (tensor.part_dim, len(tensor.stack), tensor.groups, tensor.named) != (
-        state.part_dim,
-        len(state.stack),
-        state.groups,
-        state.named,
-    ) or len(tensor.sizes) != len(state.sizes):
+    forms = [(each.part_dim, len(each.stack), each.groups, each.named, len(each.sizes)) for each in (tensor, state)]
+    if forms[0] != forms[1]:
         return False
     pairs = [*zip(tensor.sizes, state.sizes, strict=True)]
     known = [(sum(tensor.sizes), sum(state.sizes))] if is_split else pairs

@@ -30,6 +30,7 @@ from ckptconv.dtypes import BY_NAME, CODES
 from ckptconv.edits.changes import Changes, NameChange
 from ckptconv.edits.dtype_rules import EXACT, DTypeRule, strongest
 from ckptconv.edits.regroup_files import content_of_config
+from ckptconv.edits.rename import replace_in_effects
 from ckptconv.edits.views import new_storage
 from ckptconv.errors import CollisionError, InputError, RefusedError, count, some
 from ckptconv.hints import Placeholder, command, option
@@ -149,15 +150,11 @@ class _Weights:
             self._check(each, tensors)
             new[each.codes] = each.weight, self._tensor(each, tensors)
             gone |= dict.fromkeys(each.others, _UNREAD) | dict.fromkeys(each.scales, _DONE)
-        for effect, values in [(effect, [*effect.values]) for effect, i in found.node.pairs() if i == 0]:
-            items: list[Value] = []
-            for key, value in zip(values[::2], values[1::2], strict=True):
-                if isinstance(key, str) and key in new:
-                    items += new[key]
-                elif key not in gone or not isinstance(key, str):
-                    items += (key, value)
-            effect.opcode, effect.values = "SETITEMS", items
-        found.node.effects = [each for each in found.node.effects if each.values or each.opcode != "SETITEMS"]
+        items: list[Sequence[Value]] = []
+        for key, value in found.node.entries():
+            name = key if isinstance(key, str) else ""
+            items.append(new.get(name) or (() if name in gone else (key, value)))
+        replace_in_effects(found.node, items)
         self.changes.left_behind += [
             LeftBehind(tensors[name].path, tensors[name].nbytes, why) for name, why in gone.items()
         ]

@@ -252,7 +252,12 @@ def to_devices(*wishes: MapLocation | Devices | None) -> Devices:
         elif callable(wish):
             if len(wishes) > 1:
                 raise UsageError("a function maps all devices, so nothing else can")
-            return Devices(function=_of_one_argument(wish))
+            if not accepts(wish, "cpu"):
+                raise ArgumentTypeError(
+                    "map_location must be a function of one argument, from tag to tag, such as "
+                    "lambda tag: 'cpu'; no storage is loaded here, so there is none to pass"
+                )
+            return Devices(function=wish)
         elif "=" in str(wish):
             rules.append(parse_rule(*str(wish).split("=", 1)))
         elif to is not None:
@@ -265,18 +270,15 @@ def to_devices(*wishes: MapLocation | Devices | None) -> Devices:
     return Devices(tuple(rules), to)
 
 
-def _of_one_argument(function: Callable[..., str]) -> Callable[[str], str]:
-    """Return `function`. Raise ArgumentTypeError if it cannot be called with one argument."""
+def accepts(function: Callable[..., object], *args: object) -> bool:
+    """Return whether `function` can be called with `args`. Return True for a builtin without a signature."""
     try:
-        inspect.signature(function).bind("cpu")
+        inspect.signature(function).bind(*args)
     except TypeError:
-        raise ArgumentTypeError(
-            "map_location must be a function of one argument, from tag to tag, such as "
-            "lambda tag: 'cpu'; no storage is loaded here, so there is none to pass"
-        ) from None
-    except ValueError:  # a builtin without a signature: a call will fail
-        pass
-    return function
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def user_devices(places: Iterable[Place]) -> dict[str, str]:

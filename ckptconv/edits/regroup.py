@@ -17,7 +17,6 @@ from ckptconv.checkpoint.blocks import assembled, blocks_of, cut
 from ckptconv.checkpoint.merging import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import PARAMETER, STRIDED
-from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, Storage, TensorInfo, row_major
 from ckptconv.dtypes import get_dtype
@@ -29,14 +28,13 @@ from ckptconv.edits.regroup_files import check_model
 from ckptconv.edits.regroup_items import Items, Maker, Step, apply_rules
 from ckptconv.edits.regroup_plan import Group
 from ckptconv.edits.regroup_rules import Rule
-from ckptconv.edits.rename import rename_keys
+from ckptconv.edits.rename import rename_keys, replace_in_effects
 from ckptconv.edits.views import new_storage
 from ckptconv.errors import RefusedError, some
 from ckptconv.hints import Placeholder, command
 from ckptconv.pickles.graph import (
     Call,
     Dict,
-    Effect,
     Object,
     PersistentId,
     Tuple,
@@ -79,25 +77,12 @@ def regroup(checkpoint: Checkpoint, edits: Edits, changes: Changes, follow: Foll
                 changes.regrouped.append(Regrouping(items.path, str(step.rule), *step.shown))
             else:
                 changes.names += [NameChange(items.path, old, new) for old, new in step.items() if old != new]
-        _write(items, found)
+        if items.origin:
+            replace_in_effects(found.node, [[word for item in cell for word in item] for cell in items.cells])
         if found.metadata is not None and id(found.metadata) not in followed:
             followed.add(id(found.metadata))
             _follow(items, found.metadata)
     tensors.conclude()
-
-
-def _write(items: Items[Value], found: StateDict) -> None:
-    """Write the items `items` into the effects that set the items of the state dict `found`."""
-    if not items.origin:
-        return
-    by_effect: dict[int, tuple[Effect, list[Value]]] = {}
-    for (effect, _), cell in zip(found.node.pairs(), items.cells, strict=True):
-        values = by_effect.setdefault(id(effect), (effect, []))[1]
-        for item in cell:
-            values += item
-    for effect, values in by_effect.values():
-        effect.opcode, effect.values = "SETITEMS", values
-    found.node.effects = [each for each in found.node.effects if each.values or id(each) not in by_effect]
 
 
 class Tensors(Maker[Any]):

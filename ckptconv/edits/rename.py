@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -345,6 +345,16 @@ def rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
                 seen.add(name)
             values += [key if name == key else name, value]
         effect.values = values
+
+
+def replace_in_effects(mapping: Object, items: Iterable[Sequence[Value]]) -> None:
+    """Replace each item of `mapping` by an element of `items`: keys and values in turn. Effects without items go."""
+    new = iter(items)
+    for effect in mapping.effects:
+        if effect.opcode in ("SETITEM", "SETITEMS"):
+            values = [value for _ in range(0, len(effect.values), 2) for value in next(new)]
+            effect.opcode, effect.values = "SETITEMS", values
+    mapping.effects = [effect for effect in mapping.effects if effect.values or effect.opcode != "SETITEMS"]
 
 
 # Matching

@@ -7,7 +7,6 @@ pickle that torch refuses only for its protocol.
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import re
 import sys
@@ -23,7 +22,7 @@ from ckptconv.checkpoint.rebuild_functions import OtherDType
 from ckptconv.checkpoint.safe_globals import needed_import
 from ckptconv.checkpoint.torch_versions import warning_of_flaws
 from ckptconv.edits.changes import Changes
-from ckptconv.edits.devices import Devices, MapLocation, parse_target, to_devices
+from ckptconv.edits.devices import Devices, MapLocation, accepts, parse_target, to_devices
 from ckptconv.edits.error_paths import names_checkpoint
 from ckptconv.edits.retag import retag, tags_of
 from ckptconv.errors import MalformedError, UnsupportedError, at_path
@@ -153,23 +152,12 @@ def _meaning(map_location: LoadLocation | None) -> tuple[Devices, Any]:
     Raises UsageError if `map_location` is wrong.
     """
     if callable(map_location):
-        if _takes_two(map_location):
+        if accepts(map_location, None, "cpu"):  # the storage and its tag, as for torch
             return Devices(), map_location
         return to_devices(cast("Callable[[str], str]", map_location)), None
     if isinstance(map_location, Mapping) or (isinstance(map_location, str) and "=" in map_location):
         return to_devices(map_location), None
     return Devices(), None if map_location is None else _device(map_location)
-
-
-def _takes_two(function: Callable[..., object]) -> bool:
-    """Return whether `function` has the signature of torch's ``map_location``: (storage, tag) → storage or None."""
-    try:
-        inspect.signature(function).bind(None, "cpu")
-    except TypeError:
-        return False
-    except ValueError:  # a builtin without a signature
-        return True
-    return True
 
 
 def _device(word: object) -> str:

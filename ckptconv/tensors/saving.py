@@ -34,10 +34,10 @@ def checkpoint_of_object(obj: object) -> Checkpoint:
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(obj)
-    data = stream.getvalue()
-    graph, _ = parse(lambda offset, length: data[offset : offset + length], len(data), where=str(_WHERE))
+    source = BytesSource(stream.getvalue(), _WHERE)
+    graph, _ = parse(source.read, source.size, where=str(_WHERE))
     storages = {key: ByteRange(Memory(storage), 0, storage.nbytes()) for key, storage in pickler.storages.items()}
-    checkpoint = checkpoint_of(_NAME, BytesSource(data, _WHERE), graph, None, storages.get, str(_WHERE))
+    checkpoint = checkpoint_of(_NAME, source, graph, None, storages.get, str(_WHERE))
     checkpoint.byteorder = sys.byteorder
     return checkpoint
 
@@ -54,11 +54,6 @@ class Memory(Readable):
         """Return `length` bytes at `offset`."""
         part = self._bytes[offset : offset + length].cpu()
         return ctypes.string_at(part.data_ptr(), length)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at `offset`."""
-        part = self._bytes[offset : offset + len(buffer)].cpu()
-        ctypes.memmove((ctypes.c_char * len(buffer)).from_buffer(buffer), part.data_ptr(), len(buffer))
 
 
 class _Pickler(pickle.Pickler):
