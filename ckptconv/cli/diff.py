@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from ckptconv.inspection.comparison.diff import are_same, compare, options_of
 from ckptconv.inspection.comparison.differences import Difference
 from ckptconv.inspection.comparison.folders import Pair, pairs_of
 from ckptconv.inspection.comparison.options import Compared, DiffOptions
+from ckptconv.light_dataclass import dataclass
 from ckptconv.render.difference import difference_lines
 from ckptconv.render.json_views import SCHEMA_VERSION
 from ckptconv.render.text import Style
@@ -76,7 +76,7 @@ def diff_command(
     number = 1 if pairs is None else len(pairs)
     page = PageFile.asked_for(html, number, opens=opens, force=force)
     options = (*options_of(edits), *compared.options())
-    shown = _Shown(style, page, options, as_json=as_json, quiet=quiet, verbose=verbose)
+    shown = _Shown(style, page, options, as_json, quiet, verbose)
 
     def differ(a: str | Path, b: str | Path, name: str = "") -> bool:
         """Compare `a` with `b`, print the result under `name`, and return whether they differ."""
@@ -107,21 +107,16 @@ def diff_command(
     return 2 if answers["not compared"] else 0 if answers["the same"] == len(pairs) else 1
 
 
+@dataclass(frozen=True)
 class _Shown:
     """The output of the results of comparisons."""
 
-    def __init__(
-        self,
-        style: Style,
-        page: PageFile | None,
-        options: Sequence[Option],
-        *,
-        as_json: bool,
-        quiet: bool,
-        verbose: bool,
-    ) -> None:
-        self.style, self.page, self.options = style, page, options
-        self.as_json, self.quiet, self.verbose = as_json, quiet, verbose
+    style: Style
+    page: PageFile | None
+    options: tuple[Option, ...]
+    as_json: bool
+    quiet: bool
+    verbose: bool
 
     def difference(self, found: Difference, compared: Compared, name: str) -> None:
         """Print the difference `found` between the checkpoints with this `name`, or write it to a page."""

@@ -200,7 +200,8 @@ def _meant(name: str, words: list[str], commands: _Commands) -> str:
 
     If the suffix of the output contradicts ``--format``, it is corrected.
     """
-    if name == "convert" and len(_parsed(commands[name], words)) == 1 and not _in_place(words):
+    in_place = {"-i", *Option("in_place").words()[0]}
+    if name == "convert" and len(_parsed(commands[name], words)) == 1 and in_place.isdisjoint(words):
         words = [words[0], "OUT", *words[1:]] if not words[0].startswith("-") else [*words, "OUT"]
     paths = _parsed(commands[name], words)
     asked = next((word for flag, word in pairwise(words) if flag == _FORMAT and word in WRITERS), None)
@@ -209,10 +210,6 @@ def _meant(name: str, words: list[str], commands: _Commands) -> str:
         at = len(words) - 1 - words[::-1].index(paths[1])
         words = [*words[:at], stem + WRITERS[asked].new_suffix + behind, *words[at + 1 :]]
     return "did you mean: " + command(name, *words)
-
-
-def _in_place(words: list[str]) -> bool:
-    return not {"-i", *Option("in_place").words()[0]}.isdisjoint(words)
 
 
 def _flags(command: click.Command) -> list[str]:

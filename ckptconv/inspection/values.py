@@ -122,9 +122,8 @@ class _Reader:
         self.repeats: list[int] = []
         for info in infos:
             (once,) = without_repeats(info) if info.nbytes else (info,)
-            check_repeats(once)
             piece = piece_of(once, byteorder)
-            budget.spend(cost(once, piece), f"the tensors up to {info.path}")
+            budget.spend_on(once, piece)
             self.pieces.append(piece)
             self.repeats.append(prod(info.shape) // max(prod(once.shape), 1))
 
@@ -269,6 +268,25 @@ class Budget:
                 hint=self._hint + option("include", Placeholder("GLOB")),
             )
 
+    def spend_on(self, info: TensorInfo, piece: Piece) -> None:
+        """Subtract the bytes that are read for the view `info`, whose elements are `piece`.
+
+        Of a strided view, some bytes between its elements count too. Raises LimitError also if this view alone repeats
+        the elements of its storage too often.
+        """
+        most = LIMITS.gathered(info.storage.nbytes if info.storage else 0)
+        if info.nbytes > most:
+            raise LimitError(
+                f"{info.path} has too many elements for its storage",
+                expected=f"at most {most:,} bytes",
+                got=f"{info.nbytes:,}",
+            )
+        source, nbytes = piece.uncast(), info.nbytes
+        if isinstance(source, Gather):
+            reach = 1 + sum((n - 1) * step for n, step in zip(source.shape, source.stride, strict=True))
+            nbytes = max(nbytes, reach * source.itemsize // _READ_THROUGH)
+        self.spend(nbytes, f"the tensors up to {info.path}")
+
 
 def in_numbers(info: TensorInfo) -> TensorInfo:
     """Return `info`, a tensor with a storage, as a tensor of readable numbers.
@@ -292,26 +310,3 @@ def without_repeats(*infos: TensorInfo) -> list[TensorInfo]:
     if kept == shape:
         return [*infos]
     return [replace(info, shape=kept, nbytes=prod(kept) * get_dtype(info.dtype).itemsize) for info in infos]
-
-
-def check_repeats(info: TensorInfo) -> None:
-    """Raise LimitError if the view `info` repeats the elements of its storage too often."""
-    most = LIMITS.gathered(info.storage.nbytes if info.storage else 0)
-    if info.nbytes > most:
-        raise LimitError(
-            f"{info.path} has too many elements for its storage",
-            expected=f"at most {most:,} bytes",
-            got=f"{info.nbytes:,}",
-        )
-
-
-def cost(info: TensorInfo, piece: Piece) -> int:
-    """Return the number of bytes that are read for `info`.
-
-    For a strided view, some bytes between its elements count too.
-    """
-    source = piece.uncast()
-    if not isinstance(source, Gather):
-        return info.nbytes
-    reach = 1 + sum((n - 1) * step for n, step in zip(source.shape, source.stride, strict=True))
-    return max(info.nbytes, reach * source.itemsize // _READ_THROUGH)

@@ -72,19 +72,15 @@ class Branch:
 def tree_of(tensors: Sequence[TensorSummary], *, fold: bool) -> list[Branch]:
     """Return the first level of the tree of `tensors`. With `fold`, repeated blocks become one branch."""
     with gc_paused():
-        return _tree_of(tensors, fold=fold)
-
-
-def _tree_of(tensors: Sequence[TensorSummary], *, fold: bool) -> list[Branch]:
-    root = _Node(0)
-    for i, tensor in enumerate(tensors):
-        at = root
-        for piece in _pieces(tensor.path):
-            at = at.below.get(piece) or at.below.setdefault(piece, _Node(i))
-        at.tensor = tensor
-    if fold:
-        _compare(root, {})
-    return _branches(root, 1, fold=fold)
+        root = _Node(0)
+        for i, tensor in enumerate(tensors):
+            at = root
+            for piece in _pieces(tensor.path):
+                at = at.below.get(piece) or at.below.setdefault(piece, _Node(i))
+            at.tensor = tensor
+        if fold:
+            _compare(root, {})
+        return _branches(root, 1, fold=fold)
 
 
 def leaves(branches: list[Branch], prefix: str = "") -> Iterator[tuple[str, Branch]]:

@@ -290,8 +290,8 @@ class _Comparison:
         self.dangers: tuple[str, ...] = ()
         self.rest: tuple[list[str], list[str]] = ([], [])
         self.take_parts()
-        self.pairing = Pairing(Side(a), Side(b), tensors_alone=bool(self.weights_alone))
-        self.values = Values(a, b, compared.rtol, compared.atol, full=compared.full, histogram=compared.histogram)
+        self.pairing = Pairing(Side(a), Side(b), bool(self.weights_alone), self.rest)
+        self.values = Values(a, b, compared)
         self.found: list[tuple[TensorDifference, list[Key]]] = []
         self.places: dict[str, tuple[Place, Place]] = {}
         self.others: list[tuple[OtherDifference, Key | None]] = []
@@ -574,8 +574,7 @@ class _Comparison:
 
     def notes_of_rest(self) -> Iterator[str]:
         """Yield a note for each side about objects that were not compared because the other side has only tensors."""
-        for side, own, passed_over in zip("AB", self.rest, self.pairing.passed_over, strict=True):
-            paths = [*own, *passed_over]
+        for side, paths in zip("AB", self.pairing.passed_over, strict=True):
             if paths:
                 what = f"{count(len(paths), 'object')} of {side} other than tensors ({self.some(paths)})"
                 yield f"not compared: {what}; {self.weights_alone[0]}"

@@ -334,19 +334,19 @@ class Pairing:
         a: The first side.
         b: The second side.
         tensors_alone: Whether to pair only the tensors that are direct items of the roots.
+        passed_over: The paths on each side that are not compared. With `tensors_alone`, other objects are added.
         tensors: The pairs of places at which both sides have a tensor.
         storages: The pairs of places at which both sides have a storage without a tensor.
         others: The differences between objects that are not tensors.
-        passed_over: The paths on each side that were skipped, because `tensors_alone` is set and they are not tensors.
     """
 
     a: Side
     b: Side
-    tensors_alone: bool = False
+    tensors_alone: bool
+    passed_over: tuple[list[str], list[str]]
     tensors: list[tuple[Place, Place]] = field(default_factory=list)
     storages: list[tuple[Place, Place]] = field(default_factory=list)
     others: list[OtherDifference] = field(default_factory=list)
-    passed_over: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
 
     def __post_init__(self) -> None:
         opcodes = self.a.checkpoint.graph.opcodes + self.b.checkpoint.graph.opcodes

@@ -23,14 +23,13 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, piece_of
 from ckptconv.dtypes import get_dtype
 from ckptconv.inspection.comparison.differences import ValueDifference
+from ckptconv.inspection.comparison.options import Compared
 from ckptconv.inspection.values import (
     BLOCK,
     Batch,
     Budget,
     Histogram,
     batches,
-    check_repeats,
-    cost,
     in_numbers,
     in_threads,
     without_repeats,
@@ -83,29 +82,16 @@ class Values:
     Args:
         a: The first checkpoint.
         b: The second checkpoint.
-        rtol: The relative tolerance.
-        atol: The absolute tolerance.
-        full: Whether to read storages that have the same checksum on both sides.
-        histogram: Whether to make histograms of the differences.
+        compared: The tolerances, whether to read storages with equal checksums, and whether to make histograms of the
+            differences.
     """
 
     #: Whether to raise :class:`DifferenceFound` at the first difference.
     stops = False
 
-    def __init__(
-        self,
-        a: Checkpoint,
-        b: Checkpoint,
-        rtol: float,
-        atol: float,
-        *,
-        full: bool = False,
-        histogram: bool = False,
-    ) -> None:
+    def __init__(self, a: Checkpoint, b: Checkpoint, compared: Compared) -> None:
         self.orders = a.byteorder, b.byteorder
-        self.rtol, self.atol = rtol, atol
-        self.full = full
-        self.histogram = histogram
+        self.options = compared
         #: The results. None if bytes differ, but it is not known whether they belong to the tensors.
         self.found: dict[Key, ValueDifference | None] = {}
         self.near: dict[Key, float] = {}
@@ -125,7 +111,7 @@ class Values:
         a, b = in_numbers(a), in_numbers(b)
         key = a.view, b.view
         if key not in self.found and key not in self.wanted:
-            if not a.nbytes or (not self.full and self.known_equal(a, b)):
+            if not a.nbytes or (not self.options.full and self.known_equal(a, b)):
                 self.found[key] = _equal(prod(a.shape))
                 if a.nbytes:
                     self._believed.add(_storages(a, b))
@@ -232,7 +218,7 @@ class Values:
         """
         offset, length = part[0], min(part[1], _LOOKED_AT)
         code = _STRUCT_CODES.get(dtype)
-        if code is None or self.rtol or self.atol or self.orders[0] != "little":
+        if code is None or self.options.rtol or self.options.atol or self.orders[0] != "little":
             return False
         read = [each.source.read(each.offset + offset, length) for each in spans]
         a, b = (struct.iter_unpack("<" + code, _widened(data) if dtype == "bfloat16" else data) for data in read)
@@ -371,8 +357,7 @@ class Values:
         """Compare pairs that have to be inflated, gathered, byte-swapped or cast before they can be compared."""
         for key, *pieces in slow:
             for info, piece in zip(self.wanted[key], pieces, strict=True):
-                check_repeats(info)
-                self._budget.spend(cost(info, piece), f"the tensors up to {info.path}")
+                self._budget.spend_on(info, piece)
         with Pieces(piece for _, *pieces in slow for piece in pieces) as reader:
             reader.check_space()
             for key, a, b in slow:
@@ -411,7 +396,8 @@ class Values:
         """Return a comparer for the dtypes of `a` and `b`."""
         from ckptconv.byteranges.kernels.comparing import Comparer
 
-        return Comparer(a.dtype, b.dtype, self.rtol, self.atol, histogram=self.histogram)
+        options = self.options
+        return Comparer(a.dtype, b.dtype, options.rtol, options.atol, histogram=options.histogram)
 
     def conclude(self, key: Key, comparer: Comparer) -> None:
         """Record the result of `comparer` for `key`.

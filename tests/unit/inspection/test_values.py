@@ -247,4 +247,4 @@ def test_bins_of_a_difference_in_words(here: Path, command: Command) -> None:
     command("diff", "a.pt", "b.pt", "--histogram", "--names-only", status=2, err="--names-only and --histogram cannot")
     command("diff", "a.pt", "b.pt", "--histogram", "--html", "d.html", status=1)
     page = Path("d.html").read_text("utf-8")
-    assert '"title":"|A \\u2212 B|, of elements that differ","bars":[[4.0,' in page
+    assert '"title":"|A \\u2212 B|, of elements that differ","bars":[[4,' in page

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 import ckptconv
 from ckptconv.byteranges.kernels.comparing import Comparer, comparable
-from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.sources import Source
 from ckptconv.cli.main import main
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.options import Edits
@@ -500,18 +500,18 @@ def test_torchscript_is_compared_by_its_weights(tmp_path: Path) -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The file and the bytes of each large read."""
     done: list[tuple[str, int]] = []
-    read, read_into = Readable.read, Readable.read_into
+    read, read_into = Source.read, Source.read_into
 
-    def count(self: Readable, offset: int, length: int) -> bytes:
+    def count(self: Source, offset: int, length: int) -> bytes:
         done.append((self.path.name, length))
         return read(self, offset, length)
 
-    def count_into(self: Readable, offset: int, buffer: memoryview) -> None:
+    def count_into(self: Source, offset: int, buffer: memoryview) -> None:
         done.append((self.path.name, len(buffer)))
         read_into(self, offset, buffer)
 
-    monkeypatch.setattr(Readable, "read", count)
-    monkeypatch.setattr(Readable, "read_into", count_into)
+    monkeypatch.setattr(Source, "read", count)
+    monkeypatch.setattr(Source, "read_into", count_into)
     return done
 
 
@@ -913,15 +913,15 @@ def test_a_crash_is_not_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_file_that_changes_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that are gone while they are compared end in an error, from whatever thread."""
     a, b = (bare(tmp_path / name, {"w": torch.zeros(9_000_000)}) for name in ("a.pt", "b.pt"))
-    read_into = Readable.read_into
+    read_into = Source.read_into
 
-    def cut(self: Readable, offset: int, buffer: memoryview) -> None:
+    def cut(self: Source, offset: int, buffer: memoryview) -> None:
         if self.path == b:
             with b.open("r+b") as file:
                 file.truncate(1000)
         read_into(self, offset, buffer)
 
-    monkeypatch.setattr(Readable, "read_into", cut)
+    monkeypatch.setattr(Source, "read_into", cut)
     with pytest.raises(ckptconv.InputChangedError):
         ckptconv.diff(a, b)
 
