@@ -198,10 +198,6 @@ class _Reader(StrictJson):
 
     title, word = "the header", "it"
 
-    def refuse(self, what: str, got: str) -> NoReturn:
-        """Raise UnsupportedError for this header."""
-        raise UnsupportedError(what, where=self.where, got=got)
-
     def header(self) -> Header:
         """Read, check and return the complete header. See :func:`read_header`."""
         size = self.source.size
@@ -278,13 +274,14 @@ class _Reader(StrictJson):
             got = ", ".join(value) if isinstance(value, dict) else type(value).__name__
             self.fail(f"{name!r} does not describe a tensor", expected=", ".join(_FIELDS), got=got)
         if more := value.keys() - {*_FIELDS}:
-            self.refuse(f"{name!r} has fields that are not known to this version", some(sorted(more)))
+            what = f"{name!r} has fields that are not known to this version"
+            raise UnsupportedError(what, where=self.where, got=some(sorted(more)))
         word, shape, offsets = (value[field] for field in _FIELDS)
         if not isinstance(word, str):
             self.fail(f"{name!r} has an unknown dtype", got=type(word).__name__)
         if word not in BY_WORD:
             self.check_text(word)
-            self.refuse(f"{name!r} has an unknown dtype", word)
+            raise UnsupportedError(f"{name!r} has an unknown dtype", where=self.where, got=word)
         if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             self.fail(f"{name!r} has no valid shape and data_offsets", expected="[n, ...] and [start, end]")
         entry = Entry(name, word, tuple(shape), *offsets)

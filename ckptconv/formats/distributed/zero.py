@@ -395,8 +395,11 @@ class _Reader:
         """
         self.check_alike()
         parameters = self.parameters()
-        made = [self.tensor(parameter.shape, self.flats_of(parameter), parameter.cuts) for parameter in parameters]
-        weights: dict[str, Value] = {parameter.name: call for parameter, call in zip(parameters, made, strict=True)}
+        weights: dict[str, Value] = {}
+        for name, shape, group, cuts in parameters:
+            flats = [self.ranks[cut.rank].flats[cut.group] for cut in cuts]
+            # a parameter without elements has no cuts
+            weights[name] = self.tensor(shape, flats or [self.first.flats[group]], cuts)
         replaced = self.replaced(weights)
         root = self.merger.take(self.model.checkpoint)
         dropped = {*_OF_PARTS, *(_OF_DEEPSPEED if self.is_lightning else ())}
@@ -483,14 +486,6 @@ class _Reader:
         storage = flats[0].info.storage if flats else None
         # the tensor is on the device of the rank that has its first part
         return self.merger.tensor(dtype, shape, data, storage.device if storage else "cpu")
-
-    def flats_of(self, parameter: Parameter) -> list[_Flat]:
-        """Return the flat fp32 tensor of each cut of `parameter`.
-
-        A parameter without elements has no cuts. The result is then the first rank's flat tensor of its group.
-        """
-        of_cuts = [self.ranks[cut.rank].flats[cut.group] for cut in parameter.cuts]
-        return of_cuts or [self.first.flats[parameter.group]]
 
     def replaced(self, weights: dict[str, Value]) -> list[LeftBehind]:
         """Add the frozen and tied parameters to `weights`, and return the contents of the files that are left behind.

@@ -93,7 +93,7 @@ def _answers(file: _File) -> Iterator[_Answer | InputError | None]:
     at = int.from_bytes(head[60:64], "little")
     if head.startswith(b"MZ") and head[at : at + 4] == b"PE\0\0":
         yield "a program for Windows, not a checkpoint", _PROGRAM
-    if _is_flax(head):
+    if _MSGPACK_MAP.match(head) and _FLAX_VALUE.search(head):
         yield (
             "a Flax checkpoint (msgpack)",
             "load it with flax.serialization.msgpack_restore and save its arrays with torch: torch.from_numpy makes"
@@ -281,11 +281,6 @@ def _compressed(file: _File) -> _Answer | None:
 
 
 # By structure
-
-
-def _is_flax(head: bytes) -> bool:
-    """Return whether `head` starts a msgpack map with string keys, and contains a value of one of flax's own types."""
-    return bool(_MSGPACK_MAP.match(head) and _FLAX_VALUE.search(head))
 
 
 def _is_onnx(file: _File) -> bool:

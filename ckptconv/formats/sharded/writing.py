@@ -209,15 +209,12 @@ def _dealt(
             if container and not isinstance(value, str) and key not in (TOTAL_SIZE, _TOTAL_PARAMETERS)
         ]
     metadata.pop(FORMAT_KEY, None)
-    notes = (_about_size(dealt.too_large, max_shard_size),) if dealt.too_large else ()
+    notes: tuple[str, ...] = ()
+    if dealt.too_large:
+        are, get = ("is", "gets") if dealt.too_large == 1 else ("are", "get")
+        larger = f"{count(dealt.too_large, 'tensor')} {are} larger than "
+        notes = (larger + option("max_shard_size", max_shard_size) + f" and {get} a separate shard",)
     return _Set(files, dealt.index, metadata, left, notes)
-
-
-def _about_size(too_large: int, max_shard_size: int | str) -> str:
-    """Return a note that `too_large` tensors are larger than `max_shard_size`, and get shards of their own."""
-    are, get = ("is", "gets") if too_large == 1 else ("are", "get")
-    larger = f"{count(too_large, 'tensor')} {are} larger than "
-    return larger + option("max_shard_size", max_shard_size) + f" and {get} a separate shard"
 
 
 def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind]]:
