@@ -72,13 +72,13 @@ def patches_of(checkpoint: Checkpoint) -> Patches | None:
             return None
         torch_legacy.respell(checkpoint)
         pickle, start = _fitted(checkpoint, container.pickle_length), container.pickle_offset
-        return _same_size(checkpoint.source, [(start, pickle)], (start, _POISON)) if pickle else None
+        return _same_size(checkpoint.source, [(start, pickle)], start) if pickle else None
     if isinstance(container, plain_pickle.PickleFile):
         return _plain(checkpoint, container.files)
     if isinstance(container, safetensors.DataStart):
         header = safetensors.header_in_place(checkpoint, container)
         # byte 7 is the highest byte of the header's length
-        return _same_size(checkpoint.source, [(0, header)], (7, _POISON)) if header else None
+        return _same_size(checkpoint.source, [(0, header)], 7) if header else None
     if isinstance(container, dcp.DcpFolder):
         return _metadata(checkpoint, container)
     raise _unsupported(checkpoint, f"{checkpoint.format} cannot be changed in place")
@@ -118,23 +118,22 @@ def _unsupported(checkpoint: Checkpoint, what: str) -> UnsupportedError:
     )
 
 
-def _same_size(source: Readable, parts: Sequence[tuple[int, bytes]], poison: tuple[int, int]) -> Patches:
+def _same_size(source: Readable, parts: Sequence[tuple[int, bytes]], poisoned: int) -> Patches:
     """Return the patches where `parts` differ from `source`.
 
     Args:
         source: The file.
         parts: The new bytes with their offsets, in the order of the offsets.
-        poison: The offset of a byte, and the value for it that makes every reader refuse the file. The byte has this
-            value while the patches are written, unless they are in one disk sector.
+        poisoned: The offset of the byte that makes every reader refuse the file while the patches are written. It is
+            not changed if the patches are in one disk sector.
     """
     patches = [patch for offset, new in parts for patch in between(offset, source.read(offset, len(new)), new)]
     if not patches or patches[0].offset // SECTOR == (patches[-1].end - 1) // SECTOR:  # sectors are atomic
         return Patches("same size", tuple(patches), source.size, source.size, ())
-    at, _ = poison
-    if not any(patch.offset <= at < patch.end for patch in patches):
-        byte = source.read(at, 1)
-        patches = sorted([*patches, Patch(at, byte, byte)], key=lambda patch: patch.offset)
-    return Patches("same size", tuple(patches), source.size, source.size, (poison,))
+    if not any(patch.offset <= poisoned < patch.end for patch in patches):
+        byte = source.read(poisoned, 1)
+        patches = sorted([*patches, Patch(poisoned, byte, byte)], key=lambda patch: patch.offset)
+    return Patches("same size", tuple(patches), source.size, source.size, ((poisoned, _POISON),))
 
 
 # Pickles
@@ -180,7 +179,7 @@ def _plain(checkpoint: Checkpoint, files: dict[str, plain_pickle.StorageFile]) -
     for short in (False, True):
         parts = _around(checkpoint, emit(checkpoint.graph, loadable=False, short=short), calls, files)
         if parts is not None:
-            return _same_size(checkpoint.source, parts, (0, _POISON))
+            return _same_size(checkpoint.source, parts, 0)
     return None
 
 
@@ -288,7 +287,7 @@ def _zip(checkpoint: Checkpoint, archive: Archive) -> Patches | None:
             places.append(end + 4 * is_signed)
     new = zlib.crc32(pickle).to_bytes(4, "little")
     parts = [(place, pickle if place == start else new) for place in sorted(places)]
-    return _same_size(source, parts, (start, _POISON))
+    return _same_size(source, parts, start)
 
 
 def _appended(checkpoint: Checkpoint, archive: Archive) -> Patches | None:
