@@ -559,10 +559,10 @@
       const w = Math.round(cell.x + cell.w) - place.left, h = Math.round(cell.y + cell.h) - place.top;
       if (w < 1 || h < 1) continue;
       const put = (box) => { Object.assign(box.style, { left: place.left + "px", top: place.top + "px", width: w + "px", height: h + "px" }); return box; };
-      const box = put(make("div", { class: cell.below ? "inner" : dim(node) ? "dim" : null }));
-      if (!cell.below) box.style.background = dim(node) ? "color-mix(in srgb, " + hue(main(node)) + " 25%, var(--panel))" : hue(main(node));
-      box.textContent = cell.below ? (cell.titled ? plain(cell) : "") : dim(node) ? "" : lines(cell);
-      if (!box.textContent && !cell.below && !dim(node) && w >= 18 && wide(plain(cell)) < h - 8) { // from top to bottom
+      const faint = !cell.below && dim(node), box = put(make("div", { class: cell.below ? "inner" : faint ? "dim" : null }));
+      if (!cell.below) box.style.background = faint ? "color-mix(in srgb, " + hue(main(node)) + " 25%, var(--panel))" : hue(main(node));
+      box.textContent = cell.below ? (cell.titled ? plain(cell) : "") : faint ? "" : lines(cell);
+      if (!box.textContent && !cell.below && !faint && w >= 18 && wide(plain(cell)) < h - 8) { // from top to bottom
         box.textContent = plain(cell);
         box.classList.add("down");
       }
@@ -875,29 +875,34 @@
     stamp++;
     dims = words.length > 0 || kept > 0;
     opened.clear();
-    let n = 0;
+    let low = "";
+    const has = (word) => low.includes(word), matches = [];
     for (const each of tensors) {
-      if (!FILTERS[kept][1](each) || !words.every((word) => each.low.includes(word)) || (within && !within.has(each))) continue;
+      low = each.low;
+      if (!words.every(has) || (kept && !FILTERS[kept][1](each)) || (within && !within.has(each))) continue;
       each.stamp = stamp;
+      matches.push(each);
       if (!dims) continue;
       for (let node = nodeOf[each.i]; node && node.stamp !== stamp; node = node.above) node.stamp = stamp;
-      if (n++ < MATCHES && words.length) for (let node = nodeOf[each.i].above; node; node = node.above) opened.add(node);
+      if (matches.length <= MATCHES && words.length) for (let node = nodeOf[each.i].above; node; node = node.above) opened.add(node);
     }
-    found = inOrder().filter((each) => each.stamp === stamp);
+    found = matches.length < tensors.length / 20 ? matches.sort(comparison()) : inOrder().filter((each) => each.stamp === stamp);
   }
 
   const sorted = []; // all tensors, and the order that they have
   function inOrder() {
-    if (sorted[1] === order) return sorted[0];
-    const all = [...tensors];
-    sorted.splice(0, 2, all, order);
+    if (sorted[1] !== order) sorted.splice(0, 2, [...tensors].sort(comparison()), order);
+    return sorted[0];
+  }
+
+  function comparison() {
     const head = HEADS.find((each) => each.name === order.key), up = order.up ? 1 : -1;
-    if (head.name === "tensor") return all.sort((a, b) => up * collator.compare(a.path, b.path));
+    if (head.name === "tensor") return (a, b) => up * collator.compare(a.path, b.path);
     if (falls(head)) {
       const value = (each) => (head.name === "bytes" ? each.nbytes : head.name === "shape" ? each.numel : worth(said(head, each.i))) ?? Infinity * up; // what has none stands last
-      return all.sort((a, b) => (value(a) === value(b) ? 0 : up * (value(a) - value(b))) || a.i - b.i);
+      return (a, b) => (value(a) === value(b) ? 0 : up * (value(a) - value(b))) || a.i - b.i;
     }
-    return all.sort((a, b) => up * collator.compare(said(head, a.i) || "", said(head, b.i) || "") || a.i - b.i);
+    return (a, b) => up * collator.compare(said(head, a.i) || "", said(head, b.i) || "") || a.i - b.i;
   }
 
   function show() {
