@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import codecs
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 
 from ckptconv.errors import LimitError, UnsupportedError
 from ckptconv.lazy_regex import regex
@@ -42,7 +43,13 @@ _ESCAPE = regex(rb"\\(?:[\\'\"abfnrtv]|x[0-9a-fA-F]{2}|[0-3][0-7]{2}|[0-7]{1,2}(
 
 
 def parse(
-    read: Callable[[int, int], bytes], size: int, *, where: str, offset: int = 0, leave: tuple[bytes, ...] = ()
+    read: Callable[[int, int], bytes],
+    size: int,
+    *,
+    where: str,
+    offset: int = 0,
+    leave: tuple[bytes, ...] = (),
+    free: Collection[str] = (),
 ) -> tuple[Graph, int]:
     """Return the graph of the pickle at `offset` and the offset after its last byte.
 
@@ -52,12 +59,20 @@ def parse(
         where: The name of the pickle in errors.
         offset: The offset of the pickle's first byte.
         leave: Prefixes. Byte strings and texts that start with a prefix become blobs, even if they are short.
+        free: Names of attributes. If there are any, repeated items are read at once, and these attributes may differ
+            (:mod:`ckptconv.pickles.repeats`).
 
     Raises:
         MalformedError: The pickle is not valid.
         LimitError: The pickle exceeds a limit of ``LIMITS``.
         UnsupportedError: The pickle needs out-of-band buffers.
     """
+    if free:
+        from ckptconv.pickles.repeats import RepeatedError, RepeatMachine  # lazily, for start-up
+
+        with suppress(RepeatedError):
+            repeats = RepeatMachine(read, size, where, offset, free)
+            return repeats.load(DISPATCH), repeats.tell()
     machine = PickleMachine(read, size, where, offset, leave) if leave else RowMachine(read, size, where, offset)
     return machine.load(DISPATCH), machine.tell()
 

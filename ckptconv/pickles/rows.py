@@ -31,8 +31,8 @@ from ckptconv.pickles.graph import NO_EFFECTS, Call, Global, Graph, PersistentId
 from ckptconv.pickles.machine import CODES, PickleMachine
 
 # Each number has the shortest opcode, as in the emitter's output.
-_INT = rb"(?:K.|M.[^\0]|J..(?!\0\0)..)"
-_GET = rb"(?:h.|j.(?!\0\0\0)...)"
+INT = rb"(?:K.|M.[^\0]|J..(?!\0\0)..)"
+GET = rb"(?:h.|j.(?!\0\0\0)...)"
 _LONG_PUT = rb"r.(?!\0\0\0)..."  # of four bytes: the first 256 slots have shorter puts
 _MOST = 4096  # items read at once
 _WORTH_IT = 6  # items: if fewer were read at once, some rows pass before the next attempt, which would be slow
@@ -40,7 +40,7 @@ _WORTH_IT = 6  # items: if fewer were read at once, some rows pass before the ne
 _AROUND = 18
 _puts_in = itemgetter(3, 6, 8, 11, 13, 15, 16, 17)
 _form_groups = itemgetter(0, 5, 7, 9, 10, 12, 14, _AROUND)
-_EACH_GET = regex(_GET, re.DOTALL)
+_EACH_GET = regex(GET, re.DOTALL)
 _PUTS = [struct.Struct("<" + "xI" * n).unpack for n in range(13)]  # by the number of puts in a row
 _PATIENCE = 64  # failed attempts to read a row; each success allows one more
 _Path: TypeAlias = tuple[int, ...]  # the index of a part of a call, the index of a part of that part, and so on
@@ -62,12 +62,12 @@ class _Spelling:
         self.width, self.put = width, 5 if put.startswith(b"r") else 1
         first, length = put[:1], b"." * width
         parts = {
-            b"GET": _GET,
+            b"GET": GET,
             b"PUT": b"(" + put + b")",
             b"SLOT": put,
             b"PERHAPS": b"((?:" + put + b")?)",  # an empty tuple is not put, nor is a text from the memo
             b"INTS": rb"(\)(?!%b)|(?:INT\x85|INTINT\x86|INTINTINT\x87|\((?:INT){4,64}t)(?=%b))" % (first, first),
-            b"INT": _INT,
+            b"INT": INT,
             b"TEXT": text,
             b"LENGTH": b"(" + length + b")",
             b"TAG": b"(GET(?!%b)|%b%b[a-z]{2,20}(?::[0-9]{1,3})?(?=%b))" % (first, text, length, first),
@@ -97,8 +97,8 @@ class _Spelling:
         return around[: -3 * n - 2], puts[:n] + puts[n + 1 : -n - 1] + puts[-n:]
 
 
-_LONG = _Spelling(CODES["BINUNICODE"], 4, _LONG_PUT)
-_SHORT = _Spelling(CODES["SHORT_BINUNICODE"], 1, CODES["MEMOIZE"])  # from protocol 4 on
+LONG = _Spelling(CODES["BINUNICODE"], 4, _LONG_PUT)
+SHORT = _Spelling(CODES["SHORT_BINUNICODE"], 1, CODES["MEMOIZE"])  # from protocol 4 on
 _PUT_OPCODES = [CODES[name][0] for name in ("PUT", "BINPUT", "LONG_BINPUT")]
 
 
@@ -360,7 +360,7 @@ class RowItems:
         return True
 
 
-class _Memo(dict[Any, Value]):
+class RowMemo(dict[Any, Value]):
     """The memo of a machine that reads a single row.
 
     Slots that it does not contain are looked up in `outer`. The slots that were looked up are recorded in ``reads``.
@@ -426,8 +426,8 @@ class RowMachine(PickleMachine):
 
         Only items whose values have known forms are read. The functions of the row are on the stack.
         """
-        spelling = _SHORT if self.protocol >= 4 else _LONG
-        if spelling is _LONG and not self.used[_PUT_OPCODES[-1]]:
+        spelling = SHORT if self.protocol >= 4 else LONG
+        if spelling is LONG and not self.used[_PUT_OPCODES[-1]]:
             return  # compile no pattern for a small file
         if not self._read_one(spelling):
             return
@@ -536,7 +536,7 @@ class RowMachine(PickleMachine):
         row, calls = self._rows[-1], self._made(spelling, forms, keys, tags, [start + is_put for start in starts[:-1]])
         self._end = slots.stop
         values: list[Value] = [value for item in zip(names, calls, strict=True) for value in item]
-        if is_put and spelling is _LONG and not any(key_gets):
+        if is_put and spelling is LONG and not any(key_gets):
             row.next_items = RowItems(values, starts, slot_of, self.tell(), found[-1].end() - self.pos)
         self.stack += values
         self.pos = found[-1].end()
@@ -550,12 +550,12 @@ class RowMachine(PickleMachine):
 
         For puts without numbers (MEMOIZE), return None if the pickle also contains puts with numbers.
         """
-        if spelling is _SHORT:
+        if spelling is SHORT:
             if self._has_puts():
                 return None
             first = len(self.memo) + self._slots
             return range(first, first + len(puts))
-        slots = _slots_of(puts)
+        slots = slots_of(puts)
         own = range(slots[0], slots[0] + len(slots))
         return own if own.start >= self._end and slots == (*own,) and self.memo.keys().isdisjoint(own) else None
 
@@ -668,7 +668,7 @@ class RowMachine(PickleMachine):
         machine = PickleMachine(lambda offset, length: code[offset : offset + length], len(code), self.where, 0)
         machine.stack += functions
         key_slot = int.from_bytes(key_read[0][1:], "little") if key_read[0] else None
-        machine.memo = memo = _Memo(self.memo, slots.start, key_slot, key_read[1])
+        machine.memo = memo = RowMemo(self.memo, slots.start, key_slot, key_read[1])
         try:
             graph = machine.load(self.dispatch)
         except InputError:
@@ -726,7 +726,7 @@ class RowMachine(PickleMachine):
         self._slots, self._patience = 0, -1
 
 
-def _slots_of(puts: bytes) -> tuple[int, ...]:
+def slots_of(puts: bytes) -> tuple[int, ...]:
     """Return the memo slots in `puts`, which are LONG_BINPUT opcodes of five bytes."""
     n = len(puts) // 5
     if n < len(_PUTS):

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckptconv.byteranges.fault_sink import UnreadRecord
-from ckptconv.byteranges.sources import SliceSource
+from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Data, Inflate
 from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.safe_globals import is_allowed
 from ckptconv.checkpoint.tensor_info import TensorInfo
-from ckptconv.errors import DangerousError, UnsupportedError, some
+from ckptconv.errors import DangerousError, InputError, UnsupportedError, some
 from ckptconv.formats import torch_zip
 from ckptconv.formats.zip_archive import (
     CENTRAL_CRC32,
@@ -29,6 +29,7 @@ from ckptconv.light_dataclass import dataclass
 
 _ID = ".data/serialization_id"
 _MOST = 16  # files of one size that are remembered
+_AHEAD = 1 << 16  # bytes that are read at once
 
 
 class ChunkFile(NamedTuple):
@@ -67,12 +68,13 @@ class _Known:
     blanks: list[slice]
     file: ChunkFile
 
-    def records_of(self, window: SliceSource) -> list[ByteRange] | None:
+    def records_of(self, window: SliceSource, reader: SliceSource) -> list[ByteRange] | None:
         """Return the ranges of the records in `window`, a file of the same size, with their checksums.
 
         Return None if the two checksums of a record differ, or if `window` differs from the known file in other bytes.
+        The bytes are read through `reader`.
         """
-        rest = _without(window, *self.records[0][:2])
+        rest = _without(reader, *self.records[0][:2])
         if any(rest[a : a + 4] != rest[b : b + 4] for _, _, a, b in self.records):
             return None
         if _blanked(rest, self.blanks) != self.rest:
@@ -88,6 +90,7 @@ class ChunkFiles:
 
     def __init__(self) -> None:
         self._known: dict[int, list[_Known]] = {}  # by the size of the file
+        self._ahead: dict[Readable, tuple[int, Readable]] = {}  # for each source: bytes after the last file, and where
 
     def read(self, window: SliceSource) -> ChunkFile:
         """Return the content of the file in `window`.
@@ -98,7 +101,7 @@ class ChunkFiles:
         """
         known = self._known.setdefault(window.size, [])
         for like in known:
-            records = like.records_of(window)
+            records = like.records_of(window, self._read_ahead(window))
             if records is not None:
                 window.faults.unread(UnreadRecord(f"{window.path} at byte {span.offset:,}", span) for span in records)
                 return like.file._replace(data=records[0])
@@ -119,6 +122,21 @@ class ChunkFiles:
         if len(known) < _MOST and (new := _remembered(checkpoint, file, window)):
             known.append(new)
         return file
+
+    def _read_ahead(self, window: SliceSource) -> SliceSource:
+        """Return the bytes of `window` in memory if it is small. The files after it are read, too."""
+        source = window.of
+        if window.size > _AHEAD // 8 or source.is_far:
+            return window
+        start, held = self._ahead.get(source, (0, source))
+        if held is source or not start <= window.offset <= start + held.size - window.size:
+            start = window.offset
+            try:
+                held = BytesSource(source.read(start, min(_AHEAD, source.size - start)), source.path)
+            except InputError:  # perhaps only a later file is unreadable
+                return window
+            self._ahead[source] = start, held
+        return SliceSource(held, window.offset - start, window.size)
 
 
 def where_of(window: SliceSource) -> str:

@@ -54,6 +54,7 @@ from ckptconv.pickles.graph import (
     type_of,
 )
 from ckptconv.pickles.parser import parse
+from ckptconv.pickles.repeats import Like
 from ckptconv.system.names import stays_inside
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -97,6 +98,7 @@ _KNOWN = frozenset(
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 _OF_MEGATRON = {"all_local_plans", "mcore_data"}
 _OTHER_SHAPE = "nd_reformulated_orig_global_shape"
+_VARYING = ("fqn", "offset")  # the attributes that are different for each chunk: its name, and its position in a file
 _VERSION = "1."  # CURRENT_DCP_VERSION is 1.0.0
 _STATE = 5, 6  # the lengths of a TensorProperties' state; the sixth item, strides, came with torch 2.15
 
@@ -152,7 +154,7 @@ def read_metadata(source: Readable) -> Metadata:
         LimitError: A path is nested too deeply.
     """
     source.faults.pickles(PickleSequence(str(source.path), source, 1, _KNOWN))
-    graph, end = parse(source.read, source.size, where=str(source.path))
+    graph, end = parse(source.read, source.size, where=str(source.path), free=_VARYING)
     reader = _Reader(source, graph.opcodes // LIMITS.opcodes_of_a_chunk)
     if end != source.size or graph.references or graph.discarded:
         reader.fail("it is not a plain pickle of Metadata")
@@ -284,6 +286,8 @@ class _Reader:
         self.has_strides = False
         # By the id of the node, because one node can be the value of any number of items.
         self._sizes: dict[int, tuple[int, ...]] = {}
+        self._tensors: dict[int, tuple[TensorItem, int]] = {}
+        self._fields: dict[tuple[int, str], dict[str, Value]] = {}
         self._paths: dict[int, ItemPath] = {}
 
     def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
@@ -337,20 +341,29 @@ class _Reader:
         if isinstance(node, Call) and is_global(node.callable, f"{_METADATA}.BytesStorageMetadata"):
             self.object(node, f"{_METADATA}.BytesStorageMetadata")
             return None
+        if id(node) in self._tensors:
+            self.count(name, self._tensors[id(node)][1])
+            return self._tensors[id(node)][0]
         fields = self.object(node, f"{_METADATA}.TensorStorageMetadata")
         shape = self.size(fields.get("size"), "the size", name)
         chunks = fields.get("chunks")
         if not isinstance(chunks, List):
             self.fail(f"the chunks of {name!r} are not a list")
-        for effect in chunks.effects:
-            self.most -= 1 + len(effect.values)
-            if self.most < 0:
-                self.fail(
-                    "there are more chunks than a file of its size can describe",
-                    got=f"{name!r} and others share their chunks",
-                )
+        n = sum(1 + len(effect.values) for effect in chunks.effects)
+        self.count(name, n)
         dtype = self.dtype(name, fields.get("properties"))
-        return TensorItem(dtype, shape, [self.chunk(name, shape, chunk) for chunk in chunks.elements()])
+        item = TensorItem(dtype, shape, [self.chunk(name, shape, chunk) for chunk in chunks.elements()])
+        self._tensors[id(node)] = item, n
+        return item
+
+    def count(self, name: str, chunks: int) -> None:
+        """Count the `chunks` of the tensor `name`. Raise MalformedError if there are too many for the file."""
+        self.most -= chunks
+        if self.most < 0:
+            self.fail(
+                "there are more chunks than a file of its size can describe",
+                got=f"{name!r} and others share their chunks",
+            )
 
     def dtype(self, name: str, properties: Value) -> DType:
         """Return the dtype from `properties`, the TensorProperties of the tensor `name`.
@@ -510,6 +523,10 @@ class _Reader:
         The result is empty if the object has no state.
         Raises the errors of :meth:`state`.
         """
+        if isinstance(node, Like):
+            if (id(node.like), cls) not in self._fields:
+                self._fields[id(node.like), cls] = self.object(node.like, cls, *others)
+            return self._fields[id(node.like), cls] | node.changed
         state = self.state(node, cls, *others)
         if state is None:
             return {}
