@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptconv.byteranges.spans import Meter
 from ckptconv.checkpoint.model import Checkpoint
@@ -292,8 +292,9 @@ class _Comparison:
         self.take_parts()
         self.pairing = Pairing(Side(a), Side(b), bool(self.weights_alone), self.rest)
         self.values = Values(a, b, compared)
-        self.found: list[tuple[TensorDifference, list[Key]]] = []
-        self.places: dict[str, tuple[Place, Place]] = {}
+        #: Two places, what differs apart from values, and the comparisons of values.
+        self.found: list[tuple[tuple[Place, Place], TensorDifference | None, list[Key]]] = []
+        self.places: dict[str, tuple[Place, Place]] = {}  # of tensors that differ
         self.others: list[tuple[OtherDifference, Key | None]] = []
 
     # Parts
@@ -413,16 +414,12 @@ class _Comparison:
         side_a, side_b = self.pairing.a, self.pairing.b
         a, b = side_a.tensor(place_a.node), side_b.tensor(place_b.node)
         assert a and b and isinstance(place_a.node, Call) and isinstance(place_b.node, Call)
-        plain = self.pairing.tensors_alone
-        difference = TensorDifference(
-            place_a.path,
-            dtype=_pair(a.dtype, b.dtype),
-            shape=_pair(a.shape, b.shape),
-            device=None if plain else _pair(a.device, b.device),
-            requires_grad=None if plain else _pair(a.requires_grad, b.requires_grad),
-            class_name=None if plain else _pair(_class_of(place_a.node, a, side_a), _class_of(place_b.node, b, side_b)),
-            made_of=_pair(a.kind, b.kind),
-        )
+        facts = self.facts(place_a.node, a, side_a), self.facts(place_b.node, b, side_b)
+        if facts[0] == facts[1] and a.kind == "strided":
+            self.found.append((pair, None, [self.values.want(a, b)]))
+            return
+        differing: Any = map(_pair, *facts)
+        difference = TensorDifference(place_a.path, *differing)
         keys: list[Key] = []
         is_comparable = not difference.shape and not difference.made_of
         if is_comparable and difference.dtype:
@@ -439,8 +436,12 @@ class _Comparison:
                     difference = replace(difference, made_of=(a.kind, f"{b.kind}, with different parts"))
                 keys += [self.values.want(x, y) for x, y in alike]
         if keys or _is_described(difference):
-            self.found.append((difference, keys))
-            self.places[place_a.path] = pair
+            self.found.append((pair, difference, keys))
+
+    def facts(self, node: Call, info: TensorInfo, side: Side) -> tuple[Any, ...]:
+        """Return what is compared of a tensor, in the order of the fields of :class:`TensorDifference`."""
+        facts = info.device, info.requires_grad, _class_of(node, info, side)
+        return info.dtype, info.shape, *((None,) * 3 if self.pairing.tensors_alone else facts), info.kind
 
     def compare_storages(self, place_a: Place, place_b: Place) -> None:
         """Compare the class, size and device of two storages without tensors.
@@ -478,16 +479,17 @@ class _Comparison:
         if pairing.a.only or pairing.b.only:
             return True
         others = () if self.compared.names_only else (*pairing.others, *(each for each, key in self.others if not key))
-        unlike = any(_is_described(difference) for difference, _ in self.found)
+        unlike = any(difference and _is_described(difference) for _, difference, _ in self.found)
         return bool(others) or unlike or None in self.values.found.values()
 
     def result(self) -> Difference:
         """Return the complete difference, after tensor values were compared."""
         differing = []
-        for difference, keys in self.found:
+        for pair, difference, keys in self.found:
             values = _sum([self.values.found[key] for key in keys]) if keys else None
-            if values is None or values.differing or _is_described(difference):
-                place_a, place_b = self.places[difference.path]
+            if values is None or values.differing or (difference and _is_described(difference)):
+                place_a, place_b = self.places[pair[0].path] = pair
+                difference = difference or TensorDifference(place_a.path)
                 sides = TensorFacts(*self.pairing.a.facts(place_a)), TensorFacts(*self.pairing.b.facts(place_b))
                 differing.append(replace(difference, values=values, sides=sides))
         states = {info.path for side in (self.a, self.b) for info in side.detected.rng_states} if differing else set()
@@ -496,7 +498,7 @@ class _Comparison:
         infos = [info for place, _ in pairing.tensors if (info := pairing.a.tensor(place.node))]
         if not self.a.index.is_unshared:  # ties count once
             infos = [*{info.view if info.storage else (id(info),): info for info in infos}.values()]
-        near = [difference.path for difference, keys in self.found if any(key in self.values.near for key in keys)]
+        near = [pair[0].path for pair, _, keys in self.found if not self.values.near.keys().isdisjoint(keys)]
         return Difference(
             *self.paths,
             self.formats,
@@ -658,9 +660,11 @@ def _sum(parts: list[ValueDifference | None]) -> ValueDifference | None:
 
     Return None if one of them is None.
     """
+    if len(parts) == 1:
+        return parts[0]
     values = [each for each in parts if each is not None]
-    if len(values) < len(parts) or len(values) == 1:
-        return parts[0] if len(parts) == 1 else None
+    if len(values) < len(parts):
+        return None
     numbers = [each for each in values if each.largest is not None and each.largest_relative is not None]
     return ValueDifference(
         sum(each.elements for each in values),

@@ -43,7 +43,7 @@ _BUFFER = 1 << 20  # bytes of each side that a thread keeps in memory
 #: A range in a pair of ranges: the offset in both, and the length.
 Unequal = tuple[int, int]
 #: The views of a pair of tensors.
-Key = tuple[tuple[object, ...], tuple[object, ...]]
+Key = int
 #: The codes with which :mod:`struct` reads dtypes.
 _STRUCT_CODES = {
     **dict(zip(("float16", "bfloat16", "float32", "float64"), "effd", strict=True)),
@@ -92,6 +92,7 @@ class Values:
     def __init__(self, a: Checkpoint, b: Checkpoint, compared: Compared) -> None:
         self.orders = a.byteorder, b.byteorder
         self.options = compared
+        self._keys: dict[tuple[object, object], Key] = {}
         #: The results. None if bytes differ, but it is not known whether they belong to the tensors.
         self.found: dict[Key, ValueDifference | None] = {}
         self.near: dict[Key, float] = {}
@@ -109,7 +110,7 @@ class Values:
         The result is entered at once if the tensors are empty or known to be equal.
         """
         a, b = in_numbers(a), in_numbers(b)
-        key = a.view, b.view
+        key = self._keys.setdefault((a.view, b.view), len(self._keys))
         if key not in self.found and key not in self.wanted:
             if not a.nbytes or (not self.options.full and self.known_equal(a, b)):
                 self.found[key] = _equal(prod(a.shape))
@@ -143,11 +144,11 @@ class Values:
 
     def known_equal(self, a: TensorInfo, b: TensorInfo) -> bool:
         """Return whether `a` and `b` are the same view of storages for which both files declare the same checksum."""
-        if not a.storage or not b.storage or not self.is_same_view(a, b):
+        if not a.storage or not b.storage or a.storage.nbytes != b.storage.nbytes:
             return False
         data = a.storage.data, b.storage.data
-        sums = [each.crc32_known() for each in data if each.is_record]
-        return a.storage.nbytes == b.storage.nbytes and len(sums) == 2 and sums[0] is not None and sums[0] == sums[1]
+        sums = [each.crc32_known() if each.is_record else None for each in data]
+        return sums[0] is not None and sums[0] == sums[1] and self.is_same_view(a, b)
 
     def is_same_view(self, a: TensorInfo, b: TensorInfo) -> bool:
         """Return whether `a` and `b` have the same offset, shape, stride and byte order in their storages."""

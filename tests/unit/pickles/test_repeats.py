@@ -122,5 +122,4 @@ def test_the_same_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         except CkptconvError:
             pass
         met["items"] += len(machine._items)
-    print(met)
-    assert met["read"] > _COUNT / 6 and met["refused"] > _COUNT / 4 and met["items"] > 10 * _COUNT, met
+    assert met["read"] > _COUNT / 6 and met["refused"] > _COUNT / 4 and met["items"] > 5 * _COUNT, met
