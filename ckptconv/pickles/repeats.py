@@ -27,7 +27,10 @@ _OPCODE = regex(
     re.DOTALL,
 )
 _LONGEST = 8192  # bytes of an item
-_MOST = 32  # patterns, because compiling them takes time
+_MOST = 1 << 16  # characters of all patterns, because compiling them takes time
+#: Steps that the pickle pays for with each byte, and before its first byte. Attempts to read an item take a step for
+#: each character of the pattern, and learning one takes more for each byte of the item.
+_STEPS, _SPARE, _LEARNING = 32, 1 << 21, 256
 _MOST_FOUND = 1000  # spellings of forms of a pattern that are remembered
 
 
@@ -67,7 +70,7 @@ class _Pattern(NamedTuple):
         text: The opcode of the text at the start, or empty.
         free: The name of each free attribute, and the number of the group with its value. The name is empty for a key
             that is read from the memo.
-        match: Matches `spelled`.
+        match: Matches `spelled`. None until the pattern is compiled.
         fixed: The numbers of the groups of other integers and of other reads from the memo.
         puts: The numbers of the groups of puts with a slot.
         memoized: MEMOIZE for each other put.
@@ -79,7 +82,7 @@ class _Pattern(NamedTuple):
     spelled: bytes
     text: bytes
     free: tuple[tuple[str, int], ...]
-    match: Callable[..., re.Match[bytes] | None]
+    match: Callable[..., re.Match[bytes] | None] | None
     fixed: list[int]
     puts: list[int]
     memoized: bytes
@@ -101,6 +104,7 @@ class RepeatMachine(RowMachine):
         self._free = free
         self._patterns: list[_Pattern] = []  # the last used one comes first
         self._items: list[_Form] = []  # for each element of _starts
+        self._steps = 0
         #: By the number of marks: the stack after the last item, its length, and the position.
         self._before: dict[int, tuple[list[Value], int, int]] = {}
 
@@ -111,30 +115,34 @@ class RepeatMachine(RowMachine):
             return
         depth = len(self.metastack)
         of, length, start = self._before.get(depth, (None, 0, 0))
-        if stack is of and len(stack) == length + 2 and start >= self.base and self._patience > 0:
-            self._patience -= 1
+        if stack is of and len(stack) == length + 2 and start >= self.base and self._may_try():
             self._learn_item(self.window[start - self.base : self.pos])
-        while any(map(self._read_item, self._patterns)):
-            self._patience += 1
+        while self._may_try() and any(map(self._read_item, self._patterns)):
+            pass
         self._before[depth] = stack, len(stack), self.tell()
+
+    def _may_try(self) -> bool:
+        """Return whether attempts to read items have not taken too long for the bytes that were read."""
+        return self._steps <= _SPARE + _STEPS * (self.tell() - self.start)
 
     def _read_rows(self) -> None:
         """Do nothing, because the items are not tensors."""
 
     def _read_item(self, pattern: _Pattern) -> bool:
         """Read the next item. Return False, without executing anything, if it has no known form of `pattern`."""
-        pos, text = self.pos, ""
+        self._steps += len(pattern.spelled)
+        start = pos = self.pos
         if pattern.text:
-            start = pos + (LONG if pattern.text == LONG.text else SHORT).at
-            pos = start + int.from_bytes(self.window[pos + 1 : start], "little")
+            start += (LONG if pattern.text == LONG.text else SHORT).at
+            pos = start + int.from_bytes(self.window[self.pos + 1 : start], "little")
             if self.window[self.pos : self.pos + 1] != pattern.text or pos - start > LIMITS.inline_bytes:
                 return False
-            try:
-                text = self.window[start:pos].decode("utf-8", "surrogatepass")
-            except UnicodeDecodeError:
-                return False
-        match = pattern.match(self.window, pos, self._room())
+        match = pattern.match(self.window, pos, self._room()) if pattern.match else None
         if match is None:
+            return False
+        try:
+            text = self.window[start:pos].decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
             return False
         groups = match.groups()
         form = self._form(pattern, tuple([groups[i] for i in pattern.fixed]))
@@ -201,19 +209,21 @@ class RepeatMachine(RowMachine):
             if kind == "get" and value is None:
                 return
             opcodes.append((kind, code[start:at], value))
-        kinds = [kind for kind, _, _ in opcodes[:2]]
-        if not kinds or (kinds[0] == "text" and kinds[1:] != ["put"]):
+        kinds = [kind for kind, _, _ in opcodes]
+        if "put" not in kinds or (kinds[0] == "text" and kinds[1] != "put"):
             return
+        self._steps += _LEARNING * len(code)
         item = _Item(opcodes, self._free)
         machine = PickleMachine(lambda at, n: item.program[at : at + n], len(item.program), self.where, 0)
         machine.memo = item.memo
         with suppress(InputError):
             form = item.form(machine.load(self.dispatch).root)
-            pattern = next((each for each in self._patterns if each[:3] == item.pattern[:3]), item.pattern)
-            is_new = pattern is item.pattern
-            if form and not (is_new and len(self._patterns) == _MOST):
+            pattern = next((each for each in self._patterns if each[:3] == item.pattern[:3]), None)
+            if pattern is None and sum(len(each.spelled) for each in (*self._patterns, item.pattern)) <= _MOST:
+                pattern = item.pattern._replace(match=re.compile(item.pattern.spelled, re.DOTALL).match)
+                self._patterns.append(pattern)
+            if form and pattern:
                 pattern.forms[tuple(item.values)] = form
-                self._patterns += [pattern] if is_new else []
 
     def _in_row(self, slot: int) -> Value:
         i = bisect_right(self._starts, slot) - 1
@@ -273,8 +283,7 @@ class _Item:
                 spelled += re.escape(code)
             self.program += code
         self.program += CODES["TUPLE2"] + CODES["STOP"]
-        match = re.compile(spelled, re.DOTALL).match
-        self.pattern = _Pattern(spelled, text, (*free,), match, fixed, slots, memoized, len(opcodes), {}, {})
+        self.pattern = _Pattern(spelled, text, (*free,), None, fixed, slots, memoized, len(opcodes), {}, {})
 
     def form(self, root: Value) -> _Form | None:
         """Return the form of the item. None if a free value is not that of an attribute, or not the key.
