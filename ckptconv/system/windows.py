@@ -86,7 +86,7 @@ def create(path: str | os.PathLike[str], mode: int) -> int:  # noqa: ARG001 - pe
 
     Raises FileExistsError if the file exists, and OSError.
     """
-    return _opened(path, _READ | _WRITE, _NEW, _NORMAL)
+    return _opened(path, _READ | _WRITE, _NEW, _NORMAL | _NO_FOLLOW)  # a link to nothing is a file that exists
 
 
 def open_folder(path: str | os.PathLike[str]) -> int:

@@ -388,8 +388,14 @@ def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageErro
         here = f"/mnt/{drive[1].lower()}/" + text[drive.end() :].replace("\\", "/").lstrip("/")
         what = "a Windows path, which this system does not understand"
         return UsageError(what, where=text, hint="under WSL, use " + shell(Path(here)))
+    return _url_error(path, is_output=is_output)
+
+
+def _url_error(path: str | os.PathLike[str], *, is_output: bool = False) -> UsageError | None:
+    """Return the error for a `path` that is a URL. Return None for other paths."""
     if not is_url(path):
         return None
+    text = os.fsdecode(path)
     try:
         shown = str(locate(path))
     except UsageError as error:
@@ -406,7 +412,7 @@ def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageErro
 
 def refuse_url(path: str | os.PathLike[str]) -> None:
     """Raise UsageError if `path` is a URL. For operations that only work on local files."""
-    if is_url(path) and (error := no_path_error(path, is_output=False)):
+    if error := _url_error(path):
         raise error
 
 
