@@ -29,26 +29,27 @@ from ckptconv.errors import (
     size,
 )
 from ckptconv.stores.base import NO_OLD_SET, OldSet
-from ckptconv.stores.remote import far_path
+from ckptconv.stores.remote import FarPath, far_path
 from ckptconv.stores.requests import Answer, Entry, Transient, Version
 from ckptconv.stores.uploads import WritableStore, digest, hint_if_replaced, read_back, written_here
-from ckptconv.stores.urls import Secrets, Url
+from ckptconv.stores.urls import Secrets
 
 
 class Location:
     """A file on a filesystem of fsspec: the filesystem `files`, and the `path` there."""
 
-    def __init__(self, url: Url, shown: object) -> None:
-        """Find the filesystem of `url`. Messages call the file `shown`.
+    def __init__(self, path: Path) -> None:
+        """Find the filesystem of the URL `path`.
 
         Raises UsageError if fsspec does not know the scheme, or if a package is not installed.
         """
+        url = far_path(path).url
         if url.scheme not in (*fsspec.registry, *fsspec.available_protocols()):
-            raise UsageError(f"cannot be read: neither ckptconv nor fsspec knows {url.scheme}://", where=shown)
-        self.shown, self.secrets = shown, Secrets(url)
+            raise UsageError(f"cannot be read: neither ckptconv nor fsspec knows {url.scheme}://", where=path)
+        self.shown, self.secrets, self._scheme = path, Secrets(url), url.scheme
         who = f"{url.userinfo}@" if url.userinfo else ""
         text = f"{url.scheme}://{who}{url.shown.partition('://')[2]}" + (f"?{url.query}" if url.query else "")
-        with self.as_error(url):
+        with self.as_error():
             self.files, self.path = fsspec.core.url_to_fs(text)
 
     def said(self, error: Exception) -> str:
@@ -56,13 +57,13 @@ class Location:
         return self.secrets.hidden(f"{type(error).__name__}: {error}")
 
     @contextlib.contextmanager
-    def as_error(self, url: Url) -> Iterator[None]:
-        """Turn every error of the filesystem of `url` into a CkptconvError without secrets."""
+    def as_error(self) -> Iterator[None]:
+        """Turn every error of the filesystem into a CkptconvError without secrets."""
         with self.secrets.kept():
             try:
                 yield
             except ImportError as error:
-                raise UsageError(f"{url.scheme} needs a package: {self.said(error)}", where=self.shown) from error
+                raise UsageError(f"{self._scheme} needs a package: {self.said(error)}", where=self.shown) from error
             except FileNotFoundError as error:
                 raise MissingInputError("cannot be read: no such file", where=self.shown) from error
             except CkptconvError:
@@ -72,11 +73,11 @@ class Location:
 
 
 class FsspecTransport(Location):
-    """A reader of ranges of the file `url`."""
+    """A reader of ranges of the file at a URL."""
 
-    def __init__(self, url: Url, shown: object) -> None:
-        super().__init__(url, shown)
-        with self.as_error(url):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        with self.as_error():
             self._asked()
 
     def _asked(self) -> Version:
@@ -204,17 +205,14 @@ def _as_output_error(at: Location) -> Iterator[None]:
 class FsspecStore(WritableStore):
     """The store of files on the filesystems of fsspec."""
 
-    def transport(self, url: Url, shown: object) -> FsspecTransport:
-        """Return a reader of ranges of the file `url`. Messages call the file `shown`."""
-        return FsspecTransport(url, shown)
+    def transport(self, path: FarPath) -> FsspecTransport:
+        """Return a reader of ranges of the file `path`."""
+        return FsspecTransport(path)
 
-    def entries(self, url: Url, shown: object) -> Iterator[Entry]:
-        """Yield the files in the folder `url` and in its subfolders. Messages call the folder `shown`.
-
-        Raises InputError.
-        """
-        at = Location(url, shown)
-        with at.as_error(url):
+    def entries(self, folder: FarPath) -> Iterator[Entry]:
+        """Yield the files in `folder` and in its subfolders. Raises InputError."""
+        at = Location(folder)
+        with at.as_error():
             at.files.invalidate_cache()
             found: dict[str, dict[str, Any]] = at.files.find(at.path, detail=True)
         root = at.path.rstrip("/") + "/"
@@ -224,7 +222,7 @@ class FsspecStore(WritableStore):
 
     def has_object(self, path: Path) -> bool:
         """Return whether there is a file at `path`. Raises OutputError."""
-        at = Location(far_path(path).url, path)
+        at = Location(path)
         with _as_output_error(at):
             return bool(at.files.exists(at.path))
 
@@ -233,7 +231,7 @@ class FsspecStore(WritableStore):
 
         Raises OutputError, also if the file does not exist.
         """
-        at = Location(far_path(path).url, path)
+        at = Location(path)
         with _as_output_error(at):
             at.files.invalidate_cache()
             return at.files.info(at.path)
@@ -271,12 +269,12 @@ class FsspecStore(WritableStore):
                 self.check_target(file.path, replace=replace)
 
         refuse()
-        at = Location(far_path(files[0].path).url, files[0].path)
+        at = Location(files[0].path)
         with old.leaving(self.delete) as leave, _appearing(at) as send:
             for file in files:
                 with written_here(file, source, overflowed, verify=verify, progress=progress) as whole:
                     sent += [(file.path, file.size, digest(reading.read(whole)))] if verify else []
-                    send(whole.source.path, Location(far_path(file.path).url, file.path))
+                    send(whole.source.path, Location(file.path))
             refuse()
             leave()
         for path, length, md5 in sent:
@@ -289,7 +287,7 @@ class FsspecStore(WritableStore):
 
         Raises OutputError.
         """
-        at = Location(far_path(path).url, path)
+        at = Location(path)
         with _as_output_error(at):
             at.files.rm_file(at.path)
         return True

@@ -36,7 +36,7 @@ from ckptconv.errors import (
     UsageError,
 )
 from ckptconv.hints import option
-from ckptconv.stores.remote import RemoteStore
+from ckptconv.stores.remote import FarPath, RemoteStore
 from ckptconv.stores.requests import (
     KIB,
     POLICY,
@@ -446,54 +446,50 @@ class HttpTransport:
 class HttpStore(RemoteStore):
     """The read-only store of web servers and the Hub."""
 
-    def transport(self, url: Url, shown: object) -> HttpTransport:
-        """Return a reader of ranges of the file `url`, which is on a web server or on the Hub.
+    def transport(self, path: FarPath) -> HttpTransport:
+        """Return a reader of ranges of the file `path`, which is on a web server or on the Hub.
 
-        Messages call the file `shown`.
+        A file on the Hub is read with the user's token.
         """
-        return HttpTransport(url, shown) if url.is_http else _hub_transport(url, shown)
+        if path.url.is_http:
+            return HttpTransport(path.url, path)
+        kind, repo, revision, name = path.url.on_hub
+        return _on_hub(f"{'' if kind == 'models' else f'{kind}/'}{repo}/resolve/{revision}/{quote(name)}", path)
 
-    def entries(self, url: Url, shown: object) -> Iterator[Entry]:
-        """Return the files in the folder `url` of a repository on the Hub and in its subfolders.
+    def entries(self, folder: FarPath) -> Iterator[Entry]:
+        """Return the files in `folder` of a repository on the Hub and in its subfolders.
 
         Raises InputError if they cannot be listed, and UnsupportedError for a web server, which lists no files.
         """
-        if url.is_http:
+        if folder.url.is_http:
             raise UnsupportedError(
                 "web servers do not list the files in a folder",
-                where=shown,
+                where=folder,
                 hint="give the URL of a file in it; for a sharded set, of its index (model.safetensors.index.json)",
             )
-        return _hub_entries(url, shown)
+        return _hub_entries(folder)
 
 
 STORE = HttpStore()
 
 
-def _hub_transport(url: Url, shown: object) -> HttpTransport:
-    """Return the transport for ``hf://[datasets/|spaces/]OWNER/REPO[@REVISION]/PATH``, with the user's token."""
-    kind, repo, revision, path = url.on_hub
-    folder = "" if kind == "models" else f"{kind}/"
-    return _on_hub(f"{folder}{repo}/resolve/{revision}/{quote(path)}", shown)
-
-
-def _hub_entries(url: Url, shown: object) -> Iterator[Entry]:
-    """Yield the files in the folder `url` of a repository and in its subfolders, from the Hub's tree API.
+def _hub_entries(folder: FarPath) -> Iterator[Entry]:
+    """Yield the files in `folder` of a repository and in its subfolders, from the Hub's tree API.
 
     Raises InputError.
     """
-    kind, repo, revision, path = url.on_hub
+    kind, repo, revision, path = folder.url.on_hub
     root = f"{path}/" if path else ""
 
     def ask(at: str, deadline: float) -> tuple[list[Entry], str | None]:
-        with contextlib.closing(_on_hub(at, shown)) as transport:
+        with contextlib.closing(_on_hub(at, folder)) as transport:
             page, after = transport.page(deadline)
         files = [each for each in page if each.get("type") == "file" and each["path"].startswith(root)]
         sizes = [number(str(each.get("size"))) or 0 for each in files]
         return [Entry(each["path"][len(root) :], size) for each, size in zip(files, sizes, strict=True)], after
 
     first = f"api/{kind}/{repo}/tree/{revision}{f'/{quote(path)}' if path else ''}?recursive=true"
-    return paged(ask, first, shown)
+    return paged(ask, first, folder)
 
 
 def _on_hub(path: str, shown: object) -> HttpTransport:

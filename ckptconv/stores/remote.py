@@ -23,7 +23,7 @@ from urllib.parse import unquote
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import OpenFile, Readable, SourceFolder
 from ckptconv.byteranges.spans import Meter
-from ckptconv.byteranges.threads import Task, Threads
+from ckptconv.byteranges.threads import Cancelled, Task, Threads
 from ckptconv.errors import (
     CkptconvError,
     InputError,
@@ -31,6 +31,7 @@ from ckptconv.errors import (
     MissingInputError,
     OutputError,
     RefusedError,
+    TransferError,
     UnreadableError,
     UnsupportedError,
     UsageError,
@@ -48,13 +49,12 @@ from ckptconv.stores.requests import (
     Requests,
     Transient,
     Transport,
-    answer_of,
     enlarged,
     in_parts,
     merged,
     retried,
 )
-from ckptconv.stores.urls import HTTP, Url, parse
+from ckptconv.stores.urls import Url, parse
 from ckptconv.system import calls
 from ckptconv.system.names import stays_inside
 
@@ -137,7 +137,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
     @property
     def can_write(self) -> bool:
         """Whether files can be written to this URL. They cannot if its scheme is http, https or hf."""
-        return self.url.scheme not in ("http", "https", "hf")
+        return _MODULES.get(self.url.scheme) != "http"
 
     def find_store(self, writing: bool = False) -> RemoteStore:
         """Return the store of this URL.
@@ -192,7 +192,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
         place = f"{self._place}/{below}" if self._place else below
         is_folder = self._listing is not None and place in self._listing.folders
         url = self.url.below(below)
-        path = far_path(replace(url, path=f"{url.path}/") if is_folder else url)
+        path = far_path(url.as_folder if is_folder else url)
         path._listing, path._place = self._listing, place
         return path
 
@@ -227,8 +227,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
         Raises InputError if it cannot be listed or is empty.
         """
         if self._listing is None:
-            folder = self.url if self.url.says_folder else replace(self.url, path=f"{self.url.path}/")
-            self._listing = Listing(self.find_store().entries(folder, self), self)
+            self._listing = Listing(self.find_store().entries(self), self)
         if self._place not in self._listing.folders or not self._listing.files:
             raise MissingInputError("there is no such folder, or nothing in it", where=self)
         folders, files = self._listing.folders[self._place]
@@ -282,7 +281,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
         if self._listing is not None and self._place not in self._listing.files:
             return b""
         try:
-            with contextlib.closing(Requests(self.find_store().transport(self.url, self), self)) as requests:
+            with contextlib.closing(Requests(self.find_store().transport(self), self)) as requests:
                 return requests.get(0, most)
         except (MissingInputError, UnsupportedError, UsageError):
             return b""
@@ -302,15 +301,12 @@ def far_path(given: str | os.PathLike[str] | Url) -> FarPath:
 class RemoteStore(Store):
     """The base class of stores of URLs. All paths are of the class :class:`FarPath`."""
 
-    def transport(self, url: Url, shown: object) -> Transport:
-        """Return an object that reads ranges of the file `url`. Messages call the file `shown`."""
+    def transport(self, path: FarPath) -> Transport:
+        """Return an object that reads ranges of the file `path`."""
         raise NotImplementedError
 
-    def entries(self, url: Url, shown: object) -> Iterator[Entry]:
-        """Yield the files in the folder `url` and in its subfolders. Messages call the folder `shown`.
-
-        Raises InputError if they cannot be listed.
-        """
+    def entries(self, folder: FarPath) -> Iterator[Entry]:
+        """Yield the files in `folder` and in its subfolders. Raises InputError if they cannot be listed."""
         raise NotImplementedError
 
     def open(self, path: Path) -> Readable:
@@ -343,6 +339,9 @@ class RemoteStore(Store):
         return found, left
 
 
+_GRACE = 2.0  # seconds for a request to notice the deadline itself, because its error is more precise
+
+
 class FarSource(Readable):
     """The remote file at `path`, read by ranges. Its first bytes are requested when it is opened.
 
@@ -363,7 +362,7 @@ class FarSource(Readable):
         self._lock = threading.Lock()
         self._known = Extents(POLICY.held)
         self._deliveries: list[_Delivery] = []
-        self.requests = Requests(path.find_store().transport(path.url, path), path)
+        self.requests = Requests(path.find_store().transport(path), path)
         self._threads = Threads(POLICY.concurrency, "ckptconv-far")
         try:
             head = self.answer(self.ask((0, POLICY.window)), 0)
@@ -427,8 +426,18 @@ class FarSource(Readable):
         return self._threads.submit(get)
 
     def answer(self, task: Task[bytes], start: int) -> bytes:
-        """Wait for the request `task`, and return its bytes, which begin at `start`. Raises InputError."""
-        return answer_of(task, f"{self.path} at byte {start}")
+        """Wait for the request `task`, and return its bytes, which begin at `start`.
+
+        Raises the error of the request, and TransferError if it does not end by the deadline.
+        """
+        where, most = f"{self.path} at byte {start}", POLICY.deadline + _GRACE
+        while not task.wait(min(1.0, most)):
+            if task.started is not None and time.monotonic() - task.started > most:
+                raise TransferError(f"no answer within {POLICY.deadline:g} s", where=where, hint="try again later")
+        try:
+            return task.result()
+        except Cancelled:
+            raise TransferError("the file was closed while it was read", where=where) from None
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
         """Request all `ranges` at once, and wait until their bytes are in memory. The caller reads them next."""
@@ -607,7 +616,7 @@ def open_far(
     try:
         return FarSource(path, faults, skims=skims)
     except UnsupportedError:
-        if not download or path.url.scheme not in (*HTTP, "hf"):
+        if not download or path.can_write:  # a web server, or the Hub
             raise
     return _Downloaded(path, faults, download if isinstance(download, Path) else Path(tempfile.gettempdir()), progress)
 
@@ -635,7 +644,7 @@ class _Downloaded(OpenFile):
         """
         done = due = 0
         limit = Deadline(deadline)
-        transport: Any = far_path(self.path).find_store().transport(self.url, self.path)
+        transport: Any = far_path(self.path).find_store().transport(far_path(self.path))
         with contextlib.closing(transport), self._as_error(), transport.whole(limit) as (length, chunks):
             self._check_room(length)
             self._file.seek(0)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
-from ckptconv.byteranges.threads import Cancelled, Task
 from ckptconv.errors import InputChangedError, LimitError, TransferError
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
@@ -338,21 +337,3 @@ def received(chunks: Iterator[bytes], length: int | None, deadline: float, most:
     if length is not None and len(data) < length:
         raise Transient(f"the connection was cut: {len(data):,} of {length:,} bytes came")
     return bytes(data)
-
-
-_GRACE = 2.0  # seconds for a request to notice the deadline itself, because its error is more precise
-
-
-def answer_of(task: Task[_T], where: object) -> _T:
-    """Return the result of the request `task`, and wait for it.
-
-    Raises the error of the request, and TransferError, which names `where`, if it does not end by the deadline.
-    """
-    most = POLICY.deadline + _GRACE
-    while not task.wait(min(1.0, most)):
-        if task.started is not None and time.monotonic() - task.started > most:
-            raise TransferError(f"no answer within {POLICY.deadline:g} s", where=where, hint="try again later")
-    try:
-        return task.result()
-    except Cancelled:
-        raise TransferError("the file was closed while it was read", where=where) from None

@@ -55,7 +55,7 @@ from ckptconv.errors import (
 from ckptconv.hints import shell
 from ckptconv.stores.base import AGAIN, ANOTHER, NO_OLD_SET, OldSet, hint_to_replace
 from ckptconv.stores.http import PAGE, BoundedSocket, silence, until
-from ckptconv.stores.remote import FarSource, far_path
+from ckptconv.stores.remote import FarPath, FarSource, far_path
 from ckptconv.stores.requests import (
     KIB,
     POLICY,
@@ -599,17 +599,17 @@ def _base64(digest: bytes) -> str:
 class S3Store(WritableStore):
     """The store of objects in S3 and in compatible stores."""
 
-    def transport(self, url: Url, shown: object) -> S3Transport:
-        """Return a reader of ranges of the object `url`. Messages call the object `shown`."""
-        return S3Transport(url, shown)
+    def transport(self, path: FarPath) -> S3Transport:
+        """Return a reader of ranges of the object `path`."""
+        return S3Transport(path.url, path)
 
-    def entries(self, url: Url, shown: object) -> Iterator[Entry]:
-        """Yield the objects whose keys start with the key of `url`. Placeholders of empty folders are left out.
+    def entries(self, folder: FarPath) -> Iterator[Entry]:
+        """Yield the objects whose keys start with the key of `folder`. Placeholders of empty folders are left out.
 
-        Messages call the folder `shown`. Raises InputError.
+        Raises InputError.
         """
-        with contextlib.closing(S3Transport(url, shown)) as s3:
-            yield from paged(s3.page, "", shown)
+        with contextlib.closing(S3Transport(folder.url.as_folder, folder)) as s3:
+            yield from paged(s3.page, "", folder)
 
     def has_object(self, path: Path) -> bool:
         """Return whether an object exists at `path`. Raises OutputError."""

@@ -63,6 +63,11 @@ class Url:
         return is_whole or self.path.endswith("/")
 
     @property
+    def as_folder(self) -> Url:
+        """The URL as that of a folder, which ends in a slash."""
+        return self if self.says_folder else replace(self, path=f"{self.path}/")
+
+    @property
     def on_hub(self) -> tuple[str, str, str, str]:
         """The kind of repository on the Hub, its name, the revision (encoded as one segment), and the path in it."""
         kind, owner, *rest = [self.host, *self.path.strip("/").split("/")]

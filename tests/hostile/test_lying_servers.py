@@ -29,7 +29,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for minutes; what is sent in one part has several."""
     for name, value in {"deadline": _DEADLINE, "silence": 0.3, "backoff": 0.01, "attempts": 3}.items():
         monkeypatch.setattr(POLICY, name, value)
-    monkeypatch.setattr("ckptconv.stores.requests._GRACE", 0.2)
+    monkeypatch.setattr("ckptconv.stores.remote._GRACE", 0.2)
     monkeypatch.setattr(POLICY, "window", 4096)
 
 

@@ -1,7 +1,7 @@
 """Make Python on Linux lack what it lacks on macOS. With this folder in PYTHONPATH, each process imports this module.
 
-Names are removed from ``os`` and from other modules, as far as typeshed knows them. Locks, renames and flushes are done
-by the calls of macOS, which stand-ins make from those of Linux.
+Names are removed from ``os`` and from other modules, as far as typeshed knows them, except ``sched_getaffinity``, which
+mypy calls on Linux. Renames and flushes are done by the calls of macOS, which stand-ins make from those of Linux.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LACKS = {
         SPLICE_F_NONBLOCK ST_APPEND ST_MANDLOCK ST_NOATIME ST_NODEV ST_NODIRATIME ST_NOEXEC ST_RELATIME ST_SYNCHRONOUS
         ST_WRITE XATTR_CREATE XATTR_REPLACE XATTR_SIZE_MAX copy_file_range eventfd eventfd_read eventfd_write fdatasync
         getrandom getresgid getresuid getxattr listxattr memfd_create pidfd_open pipe2 posix_fadvise posix_fallocate
-        removexattr sched_getaffinity sched_getparam sched_getscheduler sched_rr_get_interval sched_setaffinity
+        removexattr sched_getparam sched_getscheduler sched_rr_get_interval sched_setaffinity
         sched_setparam sched_setscheduler setresgid setresuid setxattr splice waitid waitid_result""",
     signal: """
         SIGCLD SIGPOLL SIGPWR SIGRTMAX SIGRTMIN SIGSTKFLT pidfd_send_signal sigtimedwait sigwaitinfo struct_siginfo""",
