@@ -158,6 +158,8 @@ class Limits:
     findings: int = 1_000
     #: Bytes of an undo journal. It contains a pickle twice, or a header, and the directory of a zip.
     undo_journal: int = 1024 * MIB
+    #: Bytes of its header: a pickle of 256 MiB of which every second sector changes takes 8 MB, and 99,999 shards 4 MB.
+    undo_header: int = 16 * MIB
     #: Bytes of the views of a storage in the output, and of an output in addition to its input; and the same as a
     #: multiple of the storage or input. A view can repeat its elements (stride 0), and views can overlap, until they
     #: fit on no disk. A cast makes at most eight bytes of one. The larger of the two limits counts.

@@ -252,14 +252,7 @@ def read_journal(target: Path, owner: int) -> tuple[Journal, bytes]:
         with _opened(path) as fd:
             info = os.fstat(fd)
             _check_owner(path, info, owner)
-            if info.st_size > LIMITS.undo_journal:
-                raise LimitError(
-                    "the undo journal is too large",
-                    where=path,
-                    expected=f"at most {LIMITS.undo_journal:,} bytes",
-                    got=info.st_size,
-                    hint=_LOOK,
-                )
+            _check_size(path, "the undo journal", info.st_size, LIMITS.undo_journal)
             data = read_bytes(fd, info.st_size, 0)
     except FileNotFoundError as error:
         raise InputError(NO_JOURNAL, where=target) from error
@@ -307,6 +300,12 @@ def _check_owner(path: Path, info: os.stat_result, owner: int) -> None:
         raise RefusedError(f"the undo journal is not trusted: {problem}", where=path, hint=_LOOK)
 
 
+def _check_size(path: Path, what: str, size: int, most: int) -> None:
+    if size > most:
+        expected = f"at most {most:,} bytes"
+        raise LimitError(f"{what} is too large", where=path, expected=expected, got=size, hint=_LOOK)
+
+
 def _parsed(path: Path, data: bytes) -> Journal:
     import hashlib
 
@@ -319,6 +318,7 @@ def _parsed(path: Path, data: bytes) -> Journal:
     if summed.digest() != data[-_SUM:]:
         raise damaged
     (length,) = _LENGTH.unpack_from(body)
+    _check_size(path, "the header of the undo journal", length, LIMITS.undo_header)
     try:
         header = json.loads(bytes(body[_LENGTH.size : _LENGTH.size + length]))
         journal = _from_header(header, body[_LENGTH.size + length :])

@@ -209,6 +209,7 @@ def read(source: Readable) -> Checkpoint:
             checkpoint = read_file(source)
     except InputError as error:
         error.hint = unfinished or error.hint
+        error.where = source.path if error.where is None else error.where
         raise
     checkpoint.notes += [unfinished] if unfinished else []
     checkpoint.notes += source.about()

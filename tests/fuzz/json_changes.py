@@ -38,6 +38,7 @@ _TEXTS = (
     "", "a", "a.weight", "module.a", "__metadata__", "format", "pt", "dtype", "shape", "data_offsets", "metadata",
     "weight_map", "total_size", "..", "../x", "/x", "a/b", "a\\b", "\0", "\ud800", "é", "\x1b[0m",
     "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors", "DCP_SHARDING_INFO",
+    "%2e%2e%2fx.safetensors", "x.safetensors?y", "http://127.0.0.1:1/x.safetensors", "memory://a/x.safetensors",
     "saved_offsets", *sorted(BY_WORD),
 )  # a table  # fmt: skip
 

@@ -84,6 +84,16 @@ def storages_of(data: bytes, at: int = 0) -> dict[str, tuple[int, int]]:
 # Zip archives
 
 
+def _program(data: bytes, random: Random, change: Change) -> bytes:
+    """An archive whose JSON, of a program of torch.export, is changed by values."""
+    records = records_of(data)
+    texts = [i for i, record in enumerate(records or ()) if record.name.endswith(b".json")]
+    if not records or not texts or random.random() < 0.3:
+        return _zip(data, random, change)
+    i = random.choice(texts)
+    return archive(fitting(_with(records, i, data=_json(records[i].data, random, change)), random))
+
+
 def _zip(data: bytes, random: Random, change: Change) -> bytes:
     records = records_of(data)
     if records is None or random.random() < 0.1:
@@ -399,6 +409,13 @@ _NAME_PARTS = (
 )  # a table  # fmt: skip
 
 
+_WORD_PARTS = (
+    b"$(x)", b"`x`", b"'", b'"', b"\\", b"\n", b"\r", b"\t", b"\0", b";", b"&", b"|", b">x", b"*", b"?", b"[a]",
+    b"{a,b}", b"~", b"#", b"!!", b"$'", b"\\'", b"$HOME", b"-", b"@", b" ", b"\xc3\xa4", b"\xff", b"\x1b[2J",
+    b"\xe2\x80\xae", b"=", b"%2", b"^", b"\xc2\xa0",
+)  # a table  # fmt: skip
+
+
 def _text(data: bytes, random: Random, change: Change, parts: tuple[bytes, ...]) -> bytes:
     """`data` with one of `parts` somewhere, or in place of what is there."""
     if random.random() < 0.3:
@@ -422,4 +439,7 @@ MUTATORS: dict[str, Mutator] = {
     "journal": _folder,
     "url": lambda data, random, change: _text(data, random, change, _URL_PARTS),
     "page": lambda data, random, change: _text(data, random, change, _NAME_PARTS),
+    "index": _folder,
+    "shell": lambda data, random, change: _text(data, random, change, _WORD_PARTS),
+    "program": _program,
 }

@@ -362,6 +362,19 @@ def _names() -> Iterator[tuple[str, bytes]]:
     yield "escapes", "é\n\u2028\n\u202e\n😀\n&lt;\n\\u003c".encode()
 
 
+def _words() -> Iterator[tuple[str, bytes]]:
+    yield "plain", b"ckptconv\0convert\0a b.pt\0--to\0cpu"
+    yield "quoted", b'it\'s\0"$(x)`y`"\0a\\b\0*?[x]{a,b}~#!'
+    yield "controls", "a\nb\x1b[31m\x7f\0é\u202e\u2028\0".encode() + b"\xff\xfe"
+
+
+def _programs() -> Iterator[tuple[str, bytes]]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "m.pt2")
+        torch.export.save(torch.export.export(nn.Linear(3, 2).eval(), (torch.zeros(1, 3),)), file)
+        yield "linear", file.read_bytes()
+
+
 SEEDS = {
     "pickle": _pickles,
     "lenient": _odd_pickles,
@@ -377,6 +390,9 @@ SEEDS = {
     "journal": _journals,
     "url": _urls,
     "page": _names,
+    "index": lambda: ((name, data) for name, data in _shards() if name == "index.safetensors"),
+    "shell": _words,
+    "program": _programs,
 }
 
 

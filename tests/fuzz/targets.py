@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptconv.byteranges.spans import Assemble, Cast, Gather
 from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable
-from ckptconv.conversion.convert import write
+from ckptconv.conversion.convert import convert, write
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Plan, make_plan
 from ckptconv.edits.options import Edits, edits_from
@@ -122,6 +122,23 @@ def _parsed(data: bytes) -> Graph:
 def _emitted(data: bytes, graph: Graph, *, loadable: bool) -> bytes:
     pieces = emit(graph, loadable=loadable)
     return b"".join(data[p.offset : p.offset + p.length] if isinstance(p, Blob) else p for p in pieces)
+
+
+def _check_program(data: bytes, folder: Path) -> bool:
+    """A program is moved to another device with all tensors and is read again, or one line says why not."""
+    given, moved = folder / "input.pt2", folder / "moved.pt2"
+    given.write_bytes(data)
+    try:
+        before = _inspected(given)
+        convert(given, moved, map_location="cuda:1", allow_unsafe=True)
+    except CkptconvError as error:
+        _check_line(error)
+        assert not moved.exists(), "a refused program was written"
+        return False
+    after = _inspected(moved)
+    assert _tensors(after) == _tensors(before), "the tensors are others"
+    assert {*after.devices} <= {"cuda:1", "meta"}, "a device is left"
+    return True
 
 
 def _check_lenient(data: bytes, folder: Path) -> bool:
@@ -324,5 +341,8 @@ TARGETS = {
         Target("journal", texts.check_journal),
         Target("url", texts.check_url),
         Target("page", texts.check_page),
+        Target("index", texts.check_index),
+        Target("shell", texts.check_shell),
+        Target("program", _check_program),
     )
 }

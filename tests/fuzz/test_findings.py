@@ -13,7 +13,7 @@ import pytest
 
 from ckptconv.formats import torch_zip
 from ckptconv.stores.requests import Deadline
-from tests.fuzz import targets
+from tests.fuzz import targets, texts
 from tests.fuzz.again import target_of
 from tests.fuzz.archives import archive, records_of
 from tests.fuzz.folders import pack, unpack
@@ -26,7 +26,7 @@ from tests.fuzz.seeds import SEEDS, seeds_of
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: What runs CPython's unpicklers too needs a process of its own (tests/fuzz/test_differential.py).
-_ELSEWHERE = {"lenient"} if find_spec("urllib3") else {"lenient", "http"}
+_ELSEWHERE = {"lenient"} if find_spec("urllib3") and find_spec("fsspec") else {"lenient", "http", "index"}
 TARGETS = [target for target in SEEDS if target not in _ELSEWHERE]
 FINDINGS = [
     path for path in sorted(Path(__file__).with_name("findings").iterdir()) if target_of(path) not in _ELSEWHERE
@@ -88,6 +88,21 @@ def test_a_broken_promise_is_a_finding(tmp_path: Path, monkeypatch: pytest.Monke
         patched.setattr(targets, "_verified", lambda path: True)
         with pytest.raises(AssertionError, match="nothing wrong"):
             targets.run("zip", seed[:-1], tmp_path)
+
+
+def test_words_that_a_shell_reads_otherwise_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words that are not quoted."""
+    monkeypatch.setattr(texts, "shell", lambda *words: " ".join(words))
+    with pytest.raises(AssertionError, match="a shell reads other words"):
+        targets.run("shell", seeds_of("shell")["plain"], tmp_path)
+
+
+def test_an_index_that_leads_elsewhere_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that nobody checked."""
+    pytest.importorskip("fsspec", reason="the extra remote is not installed")
+    monkeypatch.setattr("ckptconv.formats.sharded.index.stays_inside", lambda name: True)
+    with pytest.raises(AssertionError, match="a file elsewhere"):
+        targets.run("index", pack({texts.INDEX: b'{"weight_map": {"a": "../x.safetensors"}}'}), tmp_path)
 
 
 def test_what_a_server_must_not_reach_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,20 @@
-"""Targets whose input is a text or has one next to it: rules and sizes, undo journals, URLs, and names on pages."""
+"""Targets whose input is a text or has one next to it: rules and sizes, undo journals, URLs, indexes behind URLs, names
+on pages, and words of commands.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import shutil
+import subprocess
 import zipfile
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest import mock
 
 from ckptconv.byteranges.undo_journal import _LENGTH, DONE, HOT, MAGIC, journal_path, state_of
 from ckptconv.conversion.in_place import undo
@@ -18,16 +24,21 @@ from ckptconv.edits.options import edits_from
 from ckptconv.errors import CkptconvError, redacted
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
+from ckptconv.hints import shell
 from ckptconv.inspection.summary import summary_of
 from ckptconv.render.page import page_of
 from ckptconv.render.page.summary import summary_data
 from ckptconv.stores import is_url, locate
 from tests.fuzz import folders
 
-__all__ = ["JOURNAL", "MODEL", "RULES", "SIZES", "check_journal", "check_page", "check_rules", "check_url"]
+__all__ = [
+    "INDEX", "JOURNAL", "MODEL", "RULES", "SIZES", "check_index", "check_journal", "check_page", "check_rules",
+    "check_shell", "check_url",
+]  # a table  # fmt: skip
 
 MODEL, RULES, SIZES = "model.safetensors", "x.rules", "sizes.json"
 JOURNAL = "a.pt"
+INDEX = "model.safetensors.index.json"
 _TEXT = re.compile(rb"[^\n]{1,400}")
 
 
@@ -99,6 +110,48 @@ def check_url(data: bytes, folder: Path) -> bool:
         _check_line(error)
         return False
     return is_url(text)
+
+
+def check_index(data: bytes, folder: Path) -> bool:
+    """An index behind a URL makes nobody ask for a file that is not next to it."""
+    import fsspec  # an extra
+
+    files, asked = fsspec.filesystem("memory"), set[str]()
+    files.store.clear()
+    near, shards = "/a/run", folders.unpack(data)
+    for name in shards:
+        files.pipe(f"{near}/{name}", shards[name])
+    files.pipe("/a/x.safetensors", _named(["secret"]))
+
+    def seen(store: object, path: str) -> object:
+        asked.add(path)
+        return info(store, path)
+
+    info = type(files).info  # each thread has an instance of its own
+    with mock.patch.object(type(files), "info", seen):
+        try:
+            summary = summary_of(locate(f"memory:/{near}/{INDEX}"))
+        except CkptconvError as error:
+            _check_line(error)
+            return False
+        finally:
+            assert all(path.rpartition("/")[0] == near for path in asked), f"a file elsewhere was asked for: {asked}"
+    return bool(summary.tensors)
+
+
+def check_shell(data: bytes, folder: Path) -> bool:
+    """A printed command is one line, which a shell divides into the words that were meant."""
+    del folder
+    words = [os.fsdecode(each) for each in data.split(b"\0") if each]
+    line = shell(*words)
+    assert line.isprintable(), "a command would move the cursor"
+    bash = shutil.which("bash")
+    if not words or not bash:
+        return bool(words)
+    # restricted and without PATH: what is quoted wrongly can run nothing and write nowhere
+    ran = subprocess.run([bash, "--norc", "-r", "-c", f"printf '%s\\0' {line}"], capture_output=True, env={"PATH": ""})
+    assert ran.stdout.split(b"\0")[:-1] == [os.fsencode(word) for word in words], "a shell reads other words"
+    return True
 
 
 def check_page(data: bytes, folder: Path) -> bool:

@@ -317,6 +317,7 @@ ELSEWHERE = {
     "optimizer_steps": "edits/test_optimizers.py::test_bounds",
     "strips": "formats/distributed/test_rank_files.py::test_bounds",
     "undo_journal": "conversion/test_in_place.py::test_a_journal_that_is_too_large",
+    "undo_header": "conversion/test_in_place.py::test_a_journal_that_is_too_large",
     "nested_pickles": "safety/test_scan.py::test_depth",
     "nested_opcodes": "safety/test_scan.py::test_what_cannot_be_looked_into",
     "pickles_inside": "safety/test_scan.py::test_many_pickles_inside",

@@ -453,6 +453,11 @@ class _Reader:
         flats = Flats(where, [[flat.numel for flat in rank.flats] for rank in self.ranks])
         if self.first.stage == 3:
             return [*flats.of_ranks(self.model.shapes_of)]
+        for group, ends in enumerate(zip(*(rank.paddings for rank in self.ranks), strict=False)):
+            for rank, before, after in zip(self.ranks[1:], ends, ends[1:], strict=False):
+                # padding follows all data, so a rank after padding has nothing else
+                if before > after or (before == after > 0 and rank.flats[group].numel not in (0, after)):
+                    rank.fail("the ranks are in another order than their names say, or one is there twice", ends)
         given = self.first.fields.get("param_alignment_paddings")
         paddings = None
         if given is not None:

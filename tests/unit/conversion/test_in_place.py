@@ -1241,9 +1241,15 @@ def test_a_set_that_is_replaced_loses_its_journals(sharded: Path) -> None:
 
 def test_a_journal_that_is_too_large(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
-    size = journal_path(checkpoint).stat().st_size
-    for bound, is_refused in ((size, False), (size - 1, True)):
-        monkeypatch.setattr(undo_journal, "LIMITS", dataclasses.replace(LIMITS, undo_journal=bound))
+    data = journal_path(checkpoint).read_bytes()
+    size, header = len(data), int.from_bytes(data[20:24], "little")
+    for name, bound, is_refused in (
+        ("undo_journal", size, False),
+        ("undo_journal", size - 1, True),
+        ("undo_header", header, False),
+        ("undo_header", header - 1, True),
+    ):
+        monkeypatch.setattr(undo_journal, "LIMITS", dataclasses.replace(LIMITS, **{name: bound}))
         if is_refused:
             not_undone(ckptconv.LimitError, "too large", checkpoint)
         else:

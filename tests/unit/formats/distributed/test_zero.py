@@ -382,6 +382,13 @@ def test_a_lie_is_a_typed_error(lie: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out.pt").exists()
 
 
+def test_an_error_about_a_part_names_the_file(tmp_path: Path) -> None:
+    """Also one about a value that is read without its file."""
+    folder = write_zero(tmp_path / "run", change=lambda f: shapes(f).update(scale=torch.Size([1] * 65)))
+    with pytest.raises(LimitError, match=r"run.*too many dimensions"):
+        ckptconv.inspect(folder)
+
+
 def test_quantized_optimizers(tmp_path: Path, command: Command) -> None:
     """Refused; at stages 1 and 2 the 16-bit weights are in one file, and at stage 3 nowhere."""
     folder = write_zero(tmp_path / "two", change=quantized)
@@ -431,6 +438,19 @@ def test_missing_files(stage: int, tmp_path: Path) -> None:
     shutil.copy(whole / TAG / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", twice)
     with pytest.raises(MalformedError, match="more files than ranks"):
         ckptconv.inspect(whole)
+
+
+@pytest.mark.parametrize("names", [(1, 0), (1, 1)])
+def test_files_of_other_ranks(names: tuple[int, int], tmp_path: Path) -> None:
+    """Files whose names were exchanged, and the last one twice: its padding is found before data."""
+    folder = write_zero(tmp_path / "run") / TAG
+    path = str(folder / "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt")
+    data = [Path(path.format(rank)).read_bytes() for rank in names]
+    for rank in (0, 1):
+        Path(path.format(rank)).write_bytes(data[rank])
+    for step in (ckptconv.inspect, lambda given: ckptconv.convert(given, tmp_path / "out.pt")):
+        with pytest.raises(MalformedError, match="another order than their names say"):
+            step(folder)
 
 
 def test_tags_that_lead_elsewhere(tmp_path: Path) -> None:
