@@ -105,8 +105,9 @@ class Views:
             self.dtypes_of.setdefault(info.storage, set()).add(info.dtype)
             parents = [node, node.args, part.args] if part.nested else [node, part.args]
             for parent, child in zip(parents, [*parents[1:], reference], strict=True):
-                others += children(parent)
-                others.remove(child)
+                rest = [*children(parent)]
+                rest.remove(child)
+                others += rest
         self.used_otherwise = set(index.storages_below(*others, seen={*self._of_call}))
 
     def at(self, node: Node) -> View | None:
