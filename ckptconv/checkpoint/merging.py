@@ -142,6 +142,7 @@ class TensorCalls:
                 self._forms[dtype.name, shape, nbytes] = form
             storage = RowId(form, key, "cpu")
             call = RowCall(form, storage)
+            self._graph.has_inner_calls = True
         self._graph.references.append(storage)
         return call
 
