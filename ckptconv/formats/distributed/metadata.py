@@ -509,7 +509,8 @@ class _Reader:
         created without arguments and set up by at most one BUILD.
         """
         if not isinstance(node, Call) or not is_global(node.callable, *classes):
-            got = node.callable if isinstance(node, Call) else type_of(node).__name__
+            called = node.callable if isinstance(node, Call) else None
+            got = called if isinstance(called, Global) else type_of(node).__name__
             self.fail("an object of another class", expected=classes[0], got=got)
         if node.kind != "NEWOBJ" or args_of(node) or node.kwargs is not None or not isinstance(node.args, Tuple):
             self.refuse(f"a {classes[0]} is created in a way that this version does not know", got=node.kind)
