@@ -220,7 +220,7 @@ def read(data: bytes, folder: Path) -> bool:
 
 
 def _list(server: _Server) -> None:
-    found = far_path("hf://owner/repo/").find_store().entries(far_path("hf://owner/repo/").url, "hf://owner/repo/")
+    found = far_path("hf://owner/repo/").find_store().entries(far_path("hf://owner/repo/"))
     for _ in range(_ENTRIES):
 
         def requests(before: int = server.asked) -> int:  # a page without entries costs one, and each may take its time
