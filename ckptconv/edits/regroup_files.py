@@ -177,6 +177,6 @@ def _text(path: Path) -> str:
         if source.size > LIMITS.rules_bytes:
             raise MalformedError("the file is too large", where=path, expected=f"at most {LIMITS.rules_bytes:,} bytes")
         try:
-            return source.read(0, source.size).decode()
+            return source.read(0, source.size).decode("utf-8-sig")  # editors on Windows write such a mark
         except UnicodeDecodeError:
             raise MalformedError("the file is not text in UTF-8", where=path) from None

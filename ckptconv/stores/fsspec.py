@@ -87,7 +87,8 @@ class FsspecTransport(Location):
         if not isinstance(said.get("size"), int):
             raise UnsupportedError("not a file with a known size", where=self.shown)
         modified = next((str(said[key]) for key in ("LastModified", "last_modified", "mtime") if key in said), None)
-        return Version(said["size"], said.get("ETag") or said.get("etag"), modified)
+        etag = said.get("ETag") or said.get("etag")
+        return Version(said["size"], str(etag) if etag else None, modified)
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:  # noqa: ARG002
         """Return the bytes from `start` to `stop`, as :class:`~ckptconv.stores.requests.Transport` describes it.
@@ -214,11 +215,10 @@ class FsspecStore(WritableStore):
         at = Location(folder)
         with at.as_error():
             at.files.invalidate_cache()
-            found: dict[str, dict[str, Any]] = at.files.find(at.path, detail=True)
-        root = at.path.rstrip("/") + "/"
-        for path, said in found.items():
-            if path.startswith(root):
-                yield Entry(path[len(root) :], said.get("size") or 0)
+            root = at.path.rstrip("/") + "/"
+            found = at.files.find(at.path, detail=True).items()
+            mine = [(path[len(root) :], said.get("size") or 0) for path, said in found if path.startswith(root)]
+        yield from (Entry(*each) for each in mine)
 
     def has_object(self, path: Path) -> bool:
         """Return whether there is a file at `path`. Raises OutputError."""

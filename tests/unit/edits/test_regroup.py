@@ -526,6 +526,8 @@ def test_files_that_are_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     rules.write_text("w = a:1, b:1\n\nw = a =\n")
     with pytest.raises(UsageError, match=r"my\.rules, line 3: w = a =: a rule has one ="):
         regrouped(tmp_path, state, rules=str(rules))
+    rules.write_bytes(b"\xef\xbb\xbfw = v\r\n")
+    assert [*regrouped(tmp_path, state, rules=str(rules))] == ["v"]
     rules.write_bytes(b"\xff")
     with pytest.raises(CkptconvError, match="not text in UTF-8"):
         regrouped(tmp_path, state, rules=str(rules))

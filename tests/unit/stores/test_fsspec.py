@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
 import ckptconv
-from ckptconv.errors import OutputError, TargetExistsError, UnsupportedError, UsageError
+from ckptconv.errors import CkptconvError, OutputError, TargetExistsError, UnsupportedError, UsageError
+from ckptconv.stores.remote import far_path
 from tests.support.judge import assert_same
 
 fsspec = pytest.importorskip("fsspec", reason="the extra remote is not installed")
@@ -40,6 +42,24 @@ class Neither(Moving):
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         return open(path, mode)
+
+
+@pytest.mark.parametrize("said", [{"ETag": 5}, {"etag": b"x"}, {"mtime": ["x"]}, {"size": True}, {"size": "9"}, None])
+def test_what_a_filesystem_says_of_a_file(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of any type are a version of the file, or one error of ours, also in a list."""
+    files, info = fsspec.filesystem("memory"), MemoryFileSystem.info
+    with files.open("/odd/x.safetensors", "wb") as file:
+        file.write(save({"a": torch.ones(2)}))
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path, **how: said and {**info(self, path), **said})
+    monkeypatch.setattr(MemoryFileSystem, "find", lambda self, path, **how: {"/odd/x.safetensors": said})
+    for step in (
+        lambda: ckptconv.inspect("memory://odd/x.safetensors").tensors,
+        lambda: far_path("memory://odd/").below(),
+    ):
+        try:
+            assert step()
+        except CkptconvError:
+            assert not said or "size" in said
 
 
 @pytest.fixture(params=["memory", "moving"])
