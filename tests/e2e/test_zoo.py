@@ -33,6 +33,7 @@ from tests.support import torch_facts, zoo
 from tests.support.archives import without_crc32
 from tests.support.conversions import read
 from tests.support.judge import assert_same, tags_of
+from tests.support.writers import calculated_offsets
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
 # deprecated, once for each process.
@@ -40,15 +41,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo"),
     pytest.mark.untraced,
 ]
-
-
-def calculated_offsets() -> Any:
-    """A context in which torch computes where storages are, and asks the archive for none; not in torch 2.6."""
-    if VERSION < (2, 7):
-        return nullcontext()
-    from torch.utils.serialization import config
-
-    return config.patch({"load.calculate_storage_offsets": True})
 
 
 VERSION = torch_facts.version()

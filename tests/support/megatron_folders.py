@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from tests.support.writers import ALONE
+
 VERSIONS = ("0.14", "0.15", "0.16", "0.19")
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
 HEADS, GROUPS, VOCAB, HIDDEN, FFN, LAYERS = 4, 2, 10, 8, 12, 2
@@ -84,7 +86,7 @@ def write_megatron(
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about there being no other processes
-        dcp.save(flat, checkpoint_id=folder, planner=planner, no_dist=True)
+        dcp.save(flat, checkpoint_id=folder, planner=planner, **ALONE)
     if version != "0.19":
         torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(about))

@@ -71,7 +71,9 @@ def save_as_ranks(whole: dict[str, Any], folder: Path, name: str = "model", worl
         try:
             mesh = init_device_mesh("cpu", (world,))
             state = {
-                key: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+                key: DTensor.from_local(
+                    _rows(value, rank, world), mesh, [Shard(0)], shape=value.shape, stride=value.stride()
+                )
                 if isinstance(value, torch.Tensor) and value.dim()
                 else value
                 for key, value in whole.items()
@@ -79,6 +81,12 @@ def save_as_ranks(whole: dict[str, Any], folder: Path, name: str = "model", worl
             torch.save(state, folder / f"{name}_world_size_{world}_rank_{rank}.pt")
         finally:
             dist.destroy_process_group()
+
+
+def _rows(whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """The rows of `whole` that a rank of so many has."""
+    each = -(-len(whole) // world)
+    return whole[min(rank * each, len(whole)) : (rank + 1) * each].clone()
 
 
 def save_whole(state: Any, folder: Path) -> None:

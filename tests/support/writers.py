@@ -5,17 +5,30 @@ from __future__ import annotations
 import inspect
 import io
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-__all__ = ["ALONE", "distributed", "scripted", "sharded"]
+from tests.support import torch_facts
+
+__all__ = ["ALONE", "calculated_offsets", "distributed", "scripted", "sharded"]
 
 
 #: What says to torch.distributed.checkpoint that there is one process. torch 2.6 finds that out.
 ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
+
+
+def calculated_offsets() -> AbstractContextManager[Any]:
+    """A context in which torch computes where storages are, and asks the archive for none; not in torch 2.6."""
+    if torch_facts.version() < (2, 7):
+        return nullcontext()
+    from torch.utils.serialization import config
+
+    patch: AbstractContextManager[Any] = config.patch({"load.calculate_storage_offsets": True})
+    return patch
 
 
 def scripted(module: torch.nn.Module) -> bytes:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.export.pt2_archive._package import load_pt2, package_pt2
 
 import ckptconv
 from ckptconv.formats import exported
@@ -22,6 +21,8 @@ from ckptconv.inspection.verification import verify
 from ckptconv.limits import LIMITS
 from tests.support.reduced import Reduced
 
+package = pytest.importorskip("torch.export.pt2_archive._package", reason="since torch 2.8")
+load_pt2, package_pt2 = package.load_pt2, package.package_pt2
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

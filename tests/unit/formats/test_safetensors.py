@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import _SIZE, load_file, load_model, save_file, save_model
 from torch import nn
-from torch.utils.serialization import config
 
 import ckptconv
 from ckptconv.byteranges.kernels import gathering
@@ -31,6 +30,7 @@ from tests.support.conversions import converted, metadata_of, refused, run_witho
 from tests.support.hostile_bytes import in_headers
 from tests.support.judge import assert_same, tags_of
 from tests.support.reduced import Reduced
+from tests.support.writers import calculated_offsets
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
 # deprecated, once for each process.
@@ -297,7 +297,7 @@ def test_there_and_back(name: str, device: str | None, src: Path, safe: Path, ds
         assert archive.testzip() is None
         assert all(entry.CRC or not entry.file_size for entry in archive.infolist())
     assert_same(found, tags_of(dst, mmap=True)[0])
-    with config.patch({"load.calculate_storage_offsets": True}):
+    with calculated_offsets():
         assert_same(found, tags_of(dst)[0])
     reader = torch._C.PyTorchFileReader(str(dst))
     assert not [key for key in reader.get_all_records() if key[:5] == "data/" and reader.get_record_offset(key) % 64]

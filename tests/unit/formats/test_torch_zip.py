@@ -40,6 +40,7 @@ from tests.support.hostile_bytes import (
 from tests.support.hostile_bytes import saved as saved_bytes
 from tests.support.judge import assert_same, tags_of
 from tests.support.memory import memory_below
+from tests.support.writers import calculated_offsets
 
 METHODS = {"stored": zipfile.ZIP_STORED, "deflated": zipfile.ZIP_DEFLATED}
 LAYOUT_RECORDS = {".format_version", ".storage_alignment", ".data/serialization_id"}
@@ -77,7 +78,7 @@ def assert_sound(path: Path) -> None:
     assert [name for name in names if name.startswith("data/") and reader.get_record_offset(name) % 64] == []
     plain = torch.load(path, map_location="cpu")
     assert_same(torch.load(path, map_location="cpu", mmap=True), plain)
-    with torch.utils.serialization.config.patch({"load.calculate_storage_offsets": True}):
+    with calculated_offsets():
         assert_same(torch.load(path, map_location="cpu"), plain)
 
 

@@ -368,6 +368,7 @@ def test_the_functions_own_exception_is_its_own(training: Path, fixtures: Path) 
         ckptconv.load(fixtures / "cuda0.pt", fail)
 
 
+@pytest.mark.skipif(version_of(torch.__version__) < (2, 7), reason="torch 2.6 has no settings")
 def test_torchs_settings_do_not_matter(fixtures: Path) -> None:
     """Mapping files into memory is for paths; a stream is read."""
     from torch.utils.serialization import config

@@ -37,6 +37,7 @@ from tests.support.megatron_folders import (
     write_megatron,
 )
 from tests.support.reduced import Reduced
+from tests.support.writers import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
 
@@ -287,7 +288,7 @@ def test_from_megatron_to_dcp(iteration: Path, tmp_path: Path) -> None:
     """Any folder of torch.distributed.checkpoint can be made of its weights."""
     ckptconv.convert(iteration, tmp_path / "out", format="dcp", select="model", ranks=2)
     state = {name: torch.empty(shape) for name, shape in SHAPES.items()}
-    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "out", **ALONE)
     assert all(torch.equal(state[name], tensor) for name, tensor in weights().items())
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from ckptconv.formats.distributed.chunks import Chunk, Cut, check_cover, held_sizes, strips_of
+from tests.support import torch_facts
 
 
 def cut_by_torch(whole: torch.Tensor, mesh: tuple[int, ...], at: tuple[int, ...], how: list[Placement]) -> torch.Tensor:
@@ -34,6 +35,8 @@ def test_as_torch_cuts(seed: int) -> None:
         dim = random.randrange(len(shape))
         split = random.randrange(1, 5)
         how.append(random.choice([Replicate(), Shard(dim), Shard(dim), _StridedShard(dim, split_factor=split)]))
+    if torch_facts.version() < (2, 7) and any(isinstance(each, _StridedShard) for each in how):
+        pytest.skip("torch 2.6 only cuts strips of equal sizes")
     whole = torch.arange(prod(shape)).reshape(shape)
     every = set()
     for at in product(*map(range, mesh)):

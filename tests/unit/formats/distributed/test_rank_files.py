@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptconv
+from ckptconv.checkpoint.torch_versions import version_of
 from ckptconv.errors import InputError, MalformedError, RefusedError, UnsupportedError
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import rank_parts
@@ -36,6 +37,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about itself
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders of a run of four processes."""
     torch.zeros(0)  # where there is no torch, this skips the test
+    if version_of(torch.__version__) < (2, 7):
+        pytest.skip("torch 2.6 distributes no tensors without sending them")
     return run_ranks(tmp_path_factory.mktemp("runs"))
 
 

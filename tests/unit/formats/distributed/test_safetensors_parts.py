@@ -25,6 +25,7 @@ from ckptconv.limits import LIMITS
 from tests.support import dcp_ranks
 from tests.support.conversions import converted, loaded, metadata_of
 from tests.support.judge import assert_same
+from tests.support.writers import ALONE
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*single process"),  # torch's, about there being no others
@@ -42,7 +43,7 @@ def by_torch(folder: Path) -> dict[str, torch.Tensor]:
     """What torch's reader makes of `folder`."""
     state: dict[str, Any] = {}
     _load_state_dict(
-        state, dcp_of_torch.HuggingFaceStorageReader(str(folder)), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+        state, dcp_of_torch.HuggingFaceStorageReader(str(folder)), planner=_EmptyStateDictLoadPlanner(), **ALONE
     )
     return state
 
@@ -107,7 +108,7 @@ def test_whole_files_of_the_same_writer_are_models(tmp_path: Path) -> None:
     says of parts is left behind by name.
     """
     writer = dcp_of_torch.HuggingFaceStorageWriter(str(tmp_path / "hf"))
-    dcp_of_torch.save({"a": torch.ones(2, 3)}, storage_writer=writer, no_dist=True)
+    dcp_of_torch.save({"a": torch.ones(2, 3)}, storage_writer=writer, **ALONE)
     path = tmp_path / "hf/model-00001-of-00001.safetensors"
     assert SHARDING_INFO in metadata_of(path)
     report = ckptconv.convert(path, tmp_path / "out.safetensors")

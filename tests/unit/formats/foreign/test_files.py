@@ -32,6 +32,7 @@ from safetensors.torch import save as safetensors_bytes
 import ckptconv
 from ckptconv.cli.main import main
 from ckptconv.errors import CkptconvError, InputError, LimitError, MalformedError, UnsupportedError, count
+from tests.support import torch_facts
 from tests.support.archives import records_of
 from tests.support.conversions import read, run_without_torch, unreadable
 from tests.support.hostile_bytes import saved, zip_of
@@ -376,6 +377,7 @@ def assert_out_is(folder: Path, expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(torch_facts.version() < (2, 8), reason="torch gives archives of programs a folder since 2.8")
 def test_the_command_for_pt2_works(tmp_path: Path) -> None:
     """The weights of what torch.export wrote, in an archive with a record of another reader."""
     linear = torch.nn.Linear(3, 2)
@@ -387,6 +389,7 @@ def test_the_command_for_pt2_works(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(torch_facts.version() < (2, 8), reason="torch gives archives of programs a folder since 2.8")
 def test_the_command_for_pt2_can_run_code(tmp_path: Path) -> None:
     """torch.export.load runs a pickle in the archive, which is why the command is for files of people one trusts."""
     linear = torch.nn.Linear(3, 2)
