@@ -54,6 +54,7 @@ class FolderFormat(Protocol):
     def read(self, folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint: ...
 
 
+_SAFETENSORS = WRITERS["safetensors"]
 _HEAD = 64
 
 
@@ -318,7 +319,7 @@ def _read_as(source: Readable, format_: Format | None) -> Checkpoint:
     error = foreign_file_error(source)
     if error:
         raise error
-    if source.path.suffix in WRITERS["safetensors"].suffixes:
+    if source.path.suffix in _SAFETENSORS.suffixes:
         return safetensors.read(source)  # its reader raises the error
     raise UnsupportedError(
         "not a checkpoint that this version can read",

@@ -228,7 +228,7 @@ def test_the_values_of_tensors(pages: Path, chromium: Any) -> None:
     with opened(chromium, pages / "bert.html") as page:
         tensor = "bert.layers.10.weight"
         assert page.locator("#rows svg path").count() == page.locator("#rows tr[aria-rowindex]").count() > 30
-        listed = page.locator("#facts dd", has_text="× usual").inner_text()
+        listed = page.locator("#facts dd", has_text="× the median").inner_text()
         assert listed.startswith(tensor) and ";" not in listed and 20 < float(listed.split("(")[1].split()[0]) < 200
         for head in ("max |x|", "× usual", "norm"):
             page.get_by_role("button", name=head, exact=True).click()

@@ -96,7 +96,7 @@
     insert("mean", "max |x|", top);
     if (unlike.some((n) => n)) insert("zeros", UNLIKE, unlike);
     const far = unlike.map((n, i) => [n, i]).filter(([n]) => n >= FAR).sort((a, b) => b[0] - a[0]);
-    if (far.length) data.lists.push({ label: "outliers", groups: far.slice(0, 6).map(([, i]) => [i]), says: far.map(([n]) => n.toPrecision(2) + " " + UNLIKE), of: far.length });
+    if (far.length) data.lists.push({ label: "outliers", groups: far.slice(0, 6).map(([, i]) => [i]), says: far.map(([n]) => n.toPrecision(2) + " × the median of other layers"), of: far.length });
   }
 
   function unlikeness(measures) { // by what factor one of `measures` is off the median of the tensors that have the same name in other layers
@@ -302,12 +302,12 @@
       ...verdict.danger.map((text) => make("p", {}, make("bdi", {}, shown(text)))));
     $("verdict").textContent = verdict.text;
     if (verdict.good !== null) $("verdict").className = verdict.good ? "good" : "bad";
+    if (verdict.remedy && verdict.findings.length !== 1) {
+      $("findings").append(verdict.findings.length ? "This fixes everything:" : "This compares what is alike:", command(verdict.remedy));
+    }
     if (verdict.findings.length) {
       $("findings").append(make("ul", {}, ...verdict.findings.map((each) =>
         make("li", {}, make("bdi", {}, shown(each.text)), each.command ? command(each.command) : null))));
-    }
-    if (verdict.remedy && verdict.findings.length !== 1) {
-      $("findings").append(verdict.findings.length ? "All of it:" : "This compares what is alike:", command(verdict.remedy));
     }
     for (const [name, text] of data.facts) {
       $("facts").append(make("dt", {}, name), make("dd", {}, make("bdi", {}, shown(text))));

@@ -596,9 +596,9 @@ def test_code_that_is_slow_to_search_is_not() -> None:
         b"class M(Module):\n" + b"  __parameters__ = [" + b"]" * 2_000_000 + b"x\n",
         b'torch.device("' * 300_000,
     ):
-        found = torchscript._classes("__torch__", text)
+        found = torchscript._classes("__torch__", text, iter)
         assert found.get("__torch__.M", ([], [])) == ([], [])
-        assert not torchscript._devices(text)
+        assert not torchscript._devices(text, iter)
 
 
 def test_a_module_that_stands_in_some_places_is_no_attack() -> None:
