@@ -27,8 +27,9 @@ def calculated_offsets() -> AbstractContextManager[Any]:
         return nullcontext()
     from torch.utils.serialization import config
 
-    patch: AbstractContextManager[Any] = config.patch({"load.calculate_storage_offsets": True})
-    return patch
+    settings: Any = config
+    context: AbstractContextManager[Any] = settings.patch({"load.calculate_storage_offsets": True})
+    return context
 
 
 def scripted(module: torch.nn.Module) -> bytes:
