@@ -1321,8 +1321,11 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "formats/foreign/zips_and_pickles.py:unzip": (
         _FOREIGN + "test_the_command_for_records_without_their_folder_works",
         _FOREIGN + "test_the_command_for_a_checkpoint_in_a_zip_works",
-        _FOREIGN + "test_the_command_for_a_checkpoint_in_a_zip_works",
     ),
+    "formats/foreign/zips_and_pickles.py:python": (
+        _FOREIGN + "test_the_command_for_records_without_their_folder_works",
+    ),
+    "formats/foreign/zips_and_pickles.py:*": ("it takes torch 1.13", _FOREIGN + "test_the_command_for_pt2_works"),
     "formats/foreign/zips_and_pickles.py:tail": (_FOREIGN + "test_a_zip_with_something_before_it_can_be_freed",),
     "formats/layout.py:option exclude": ("the GLOB is a placeholder; a case types an example of it",) * 2,
     "formats/layout.py:option format": ("it takes a storage of which no dtype is known",),
