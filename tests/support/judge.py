@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
+from pathlib import PurePath
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -73,7 +74,7 @@ class _Judge:
 
     def compare(self, a: Any, b: Any, path: str) -> None:
         assert type(a) is type(b), (path, type(a), type(b))
-        if isinstance(a, (str, bytes, int, float, complex, bool, type(None), type)):
+        if isinstance(a, (str, bytes, int, float, complex, bool, type(None), type, PurePath)):
             self.atom(a, b, path)
             return
         self.kept += (a, b)
