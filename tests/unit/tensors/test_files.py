@@ -26,7 +26,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptconv
-from ckptconv.checkpoint.torch_versions import version_of
 from ckptconv.errors import (
     DeviceUnavailable,
     InputChangedError,
@@ -41,7 +40,7 @@ from ckptconv.errors import (
 )
 from ckptconv.pickles.paths import parse_path
 from ckptconv.tensors import loading
-from tests.support import zoo
+from tests.support import torch_facts, zoo
 from tests.support.archives import flip_bit, records_of, rezip
 from tests.support.conversions import Error
 from tests.support.judge import assert_same, assert_same_files, tags_of
@@ -368,7 +367,7 @@ def test_the_functions_own_exception_is_its_own(training: Path, fixtures: Path) 
         ckptconv.load(fixtures / "cuda0.pt", fail)
 
 
-@pytest.mark.skipif(version_of(torch.__version__) < (2, 7), reason="torch 2.6 has no settings")
+@pytest.mark.skipif(torch_facts.version() < (2, 7), reason="torch 2.6 has no settings")
 def test_torchs_settings_do_not_matter(fixtures: Path) -> None:
     """Mapping files into memory is for paths; a stream is read."""
     from torch.utils.serialization import config
@@ -434,7 +433,7 @@ def test_single_tensors_are_those_of_the_whole(name: str, path: Path) -> None:
                 found = file.load(at)
             except UnsupportedError:  # of a class of its own, or nested, which torch takes before 2.15
                 is_plain = type(wanted) in (torch.Tensor, nn.Parameter) and not wanted.__dict__
-                assert not is_plain or (info.kind == "nested" and version_of(torch.__version__) >= (2, 15))
+                assert not is_plain or (info.kind == "nested" and torch_facts.version() >= (2, 15))
                 continue
             assert_same(wanted, found)
             assert_same(found, file.load(at))

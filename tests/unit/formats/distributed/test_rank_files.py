@@ -21,11 +21,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptconv
-from ckptconv.checkpoint.torch_versions import version_of
 from ckptconv.errors import InputError, MalformedError, RefusedError, UnsupportedError
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import rank_parts
 from ckptconv.limits import LIMITS
+from tests.support import torch_facts
 from tests.support.command import Command
 from tests.support.conversions import converted, read, refused, run_without_torch
 from tests.support.rank_runs import MODELS, RANKS, WHOLE, assert_merged, assert_merged_optimizer, bits, run_ranks
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about itself
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders of a run of four processes."""
     torch.zeros(0)  # where there is no torch, this skips the test
-    if version_of(torch.__version__) < (2, 7):
+    if torch_facts.version() < (2, 7):
         pytest.skip("torch 2.6 distributes no tensors without sending them")
     return run_ranks(tmp_path_factory.mktemp("runs"))
 
