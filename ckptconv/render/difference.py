@@ -178,9 +178,10 @@ def _how_far(difference: TensorDifference, values: ValueDifference) -> list[str]
     share = f"{values.differing:,} of {values.elements:,}"
     if values.largest is None or values.largest_relative is None:
         return [share, "bits", "", "", ""]
+    sides = " and ".join(side for side, n in zip("AB", values.not_finite_in, strict=True) if n)
     if values.not_finite == values.differing:
-        return [share, "", "", "", "NaN or infinite on one side"]
-    more = f"{values.not_finite:,} of them NaN or infinite on one side" if values.not_finite else ""
+        return [share, "", "", "", f"NaN or infinite in {sides}"]
+    more = f"{values.not_finite:,} of them NaN or infinite in {sides}" if values.not_finite else ""
     of_max = "–" if values.relative_to_max is None else f"{100 * values.relative_to_max:.3g} %"
     return [share, _number(values.largest), of_max, _number(values.largest_relative), more]
 

@@ -26,7 +26,8 @@ _KEYS = {
         *("differing", "others", "notes", "dangers", "suggestion"),
     ),
     "ValueDifference": (
-        *("elements", "differing", "not_finite", "largest", "largest_relative", "relative_to_max", "histogram"),
+        *("elements", "differing", "not_finite", "not_finite_in"),
+        *("largest", "largest_relative", "relative_to_max", "histogram"),
     ),
     "Verdict": (
         *("path", "ok", "status", "strict", "format", "safety", "torch", "versions"),

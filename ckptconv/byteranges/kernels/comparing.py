@@ -29,12 +29,14 @@ class _Far(NamedTuple):
         largest: The largest difference.
         relative: The largest relative difference.
         not_finite: The number of elements without a difference, because one of the two is not finite.
+        not_finite_in: How many of these are not finite in `a`, and how many in `b`.
     """
 
     outside: int
     largest: float | int
     relative: float
     not_finite: int = 0
+    not_finite_in: tuple[int, int] = (0, 0)
 
 
 def comparable(a: str, b: str) -> bool:
@@ -48,6 +50,7 @@ class Comparer:
     Attributes:
         differing: The number of elements that differ by more than the tolerance.
         not_finite: How many of these are NaN or infinite on at least one side.
+        not_finite_in: How many of these are NaN or infinite in `a`, and how many in `b`.
         largest: The largest difference of finite elements, even if it is within the tolerance. An int for integers,
             None if the elements are not numbers.
         largest_relative: The largest relative difference of finite elements, or None if the elements are not numbers.
@@ -65,6 +68,7 @@ class Comparer:
         self._histogram = histogram
         self.exponents = Counter[int]()
         self.differing = self.not_finite = 0
+        self.not_finite_in = (0, 0)
         are_whole = not any(dtype.is_floating_point or dtype.is_complex for dtype in self._dtypes or ())
         self.largest: float | int | None = (0 if are_whole else 0.0) if numbers else None
         self.largest_relative: float | None = 0.0 if numbers else None
@@ -81,6 +85,7 @@ class Comparer:
         both._unequal |= other._unequal
         both.differing += other.differing
         both.not_finite += other.not_finite
+        both.not_finite_in = _sums(self.not_finite_in, other.not_finite_in)
         both.exponents = self.exponents + other.exponents
         both.largest, both.largest_relative, both.largest_of_b = (
             None if x is None or y is None else max(x, y)
@@ -110,6 +115,7 @@ class Comparer:
             self._unequal = True
             self.differing += far.outside
             self.not_finite += far.not_finite
+            self.not_finite_in = _sums(self.not_finite_in, far.not_finite_in)
             self.largest = max(self.largest, far.largest)
             self.largest_relative = max(self.largest_relative, far.relative)
 
@@ -130,8 +136,9 @@ class Comparer:
         if isfinite(most):  # nearly always: then nothing is NaN, and a difference of 0 means equal
             return self._far(apart, b.abs(), most) if most else None
         unequal = (a != b) & ~(a.isnan() & b.isnan())
-        finite = unequal & a.isfinite() & b.isfinite()
-        return self._with_others(unequal, apart[finite], b[finite].abs())
+        odd = unequal & ~a.isfinite(), unequal & ~b.isfinite()
+        finite = unequal & ~(odd[0] | odd[1])
+        return self._with_others(unequal, odd, apart[finite], b[finite].abs())
 
     def _count(self, apart: torch.Tensor) -> None:
         """Count the exponents of the differences `apart`, except for 0. Infinity counts as the largest number."""
@@ -141,9 +148,10 @@ class Comparer:
     def _complex(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
         parts_a, parts_b = torch.view_as_real(a), torch.view_as_real(b)
         unequal = (parts_a != parts_b).any(-1) & ~(a.isnan() & b.isnan())
-        finite = unequal & parts_a.isfinite().all(-1) & parts_b.isfinite().all(-1)
+        odd = unequal & ~parts_a.isfinite().all(-1), unequal & ~parts_b.isfinite().all(-1)
+        finite = unequal & ~(odd[0] | odd[1])
         apart = (parts_a - parts_b)[finite]
-        return self._with_others(unequal, torch.hypot(apart[:, 0], apart[:, 1]), b[finite].abs())
+        return self._with_others(unequal, odd, torch.hypot(apart[:, 0], apart[:, 1]), b[finite].abs())
 
     def _whole(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
         """Compare integers. Differences of 64-bit integers need up to 65 bits, so large ones are compared in halves."""
@@ -167,14 +175,18 @@ class Comparer:
         size = high_b[unequal].double() * 2.0**32 + low_b[unequal].double()
         return self._far(high.double() * 2.0**32 + low.double(), size.abs_(), largest)
 
-    def _with_others(self, unequal: torch.Tensor, apart: torch.Tensor, size: torch.Tensor) -> _Far | None:
+    def _with_others(
+        self, unequal: torch.Tensor, odd: tuple[torch.Tensor, torch.Tensor], apart: torch.Tensor, size: torch.Tensor
+    ) -> _Far | None:
         """Return the facts about elements, of which the mask `unequal` selects those that differ. None if none differs.
 
-        `apart` contains the differences of the finite ones, and `size` their magnitudes in `b`.
+        `odd` are the masks of those that are not finite in `a` and in `b`. `apart` contains the differences of the
+        finite ones, and `size` their magnitudes in `b`.
         """
         others = int(unequal.sum()) - apart.numel()
         far = self._far(apart, size, float(apart.max())) if apart.numel() else _Far(0, 0.0, 0.0)
-        return far._replace(outside=far.outside + others, not_finite=others) if unequal.any() else None
+        odd_in = int(odd[0].sum()), int(odd[1].sum())
+        return _Far(far.outside + others, far.largest, far.relative, others, odd_in) if unequal.any() else None
 
     def _far(self, apart: torch.Tensor, size: torch.Tensor, most: float | int) -> _Far:
         """Return the facts about finite elements, some of which differ.
@@ -189,6 +201,11 @@ class Comparer:
         nan = 0.0 if isfinite(most) else inf  # 0 / 0 is no difference; with infinite differences there are no zeros
         relative = apart.div_(size).nan_to_num_(nan=nan, posinf=inf)
         return _Far(outside, most, float(relative.max()))
+
+
+def _sums(x: tuple[int, int], y: tuple[int, int]) -> tuple[int, int]:
+    """Return the sums of `x` and `y`, item by item."""
+    return x[0] + y[0], x[1] + y[1]
 
 
 def _is_modest(numbers: torch.Tensor) -> bool:

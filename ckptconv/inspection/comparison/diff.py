@@ -672,4 +672,5 @@ def _sum(parts: list[ValueDifference | None]) -> ValueDifference | None:
         max((each.largest or 0 for each in numbers), default=0),
         max((each.largest_relative or 0.0 for each in numbers), default=0.0),
         sum(each.not_finite for each in values),
+        not_finite_in=(sum(each.not_finite_in[0] for each in values), sum(each.not_finite_in[1] for each in values)),
     )

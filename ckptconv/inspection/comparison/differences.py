@@ -45,6 +45,7 @@ class ValueDifference:
         largest_relative: The largest ``|a - b| / |b|`` of the same elements, inf if b is 0 and a is not. None for the
             same dtypes as `largest`.
         not_finite: The number of differing elements that are NaN or infinite on at least one side.
+        not_finite_in: How many of these are NaN or infinite in A, and how many in B.
         histogram: The distribution of ``|a - b|`` over the finite elements that are not equal, including those within
             the tolerance. None if it was not requested.
         relative_to_max: ``largest`` divided by the largest ``|b|`` of all finite elements, including equal ones. It is
@@ -58,6 +59,7 @@ class ValueDifference:
     not_finite: int = 0
     histogram: Histogram | None = None
     relative_to_max: float | None = 0.0
+    not_finite_in: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

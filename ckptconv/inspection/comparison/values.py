@@ -422,6 +422,7 @@ class Values:
             comparer.not_finite * times,
             Histogram(*bins_of(exponents)) if exponents else None,
             relative,
+            (comparer.not_finite_in[0] * times, comparer.not_finite_in[1] * times),
         )
         if comparer.is_near:
             self.near[key] = float(largest or 0)

@@ -32,7 +32,7 @@ _APART = (
     *((1.0, "1 or more"), (0.1, "0.1 to 1"), (1e-2, "0.01 to 0.1"), (1e-3, "0.001 to 0.01")),
     *((1e-4, "0.0001 to 0.001"), (0.0, "less than 0.0001")),
 )
-_NOT_FINITE, _NO_NUMBER = "NaN or inf on one side", "not known"
+_NOT_FINITE, _NO_NUMBER = "NaN or inf", "not known"
 
 
 def difference_data(difference: Difference, command: Command | None = None, most: int | None = None) -> dict[str, Any]:
@@ -144,9 +144,9 @@ def _lists(rows: Sequence[_Row]) -> Iterator[dict[str, Any] | None]:
     far.sort(key=lambda each: (-each[0], each[1]))
     words_of = ["inf" if isinf(number) else f"{number:.3g}" for number, _ in far]
     yield listed("largest max |A − B|", [[i] for _, i in far], words_of)
-    broken = [i for i, row in enumerate(rows) if row.values and row.values.not_finite]
-    says = [f"{row.values.not_finite:,}" for row in rows if row.values and row.values.not_finite]
-    yield listed("NaN or inf on one side", [[i] for i in broken], says, bad=True)
+    for side, word in enumerate("AB"):
+        odd = [(i, row.values.not_finite_in[side]) for i, row in enumerate(rows) if row.values]
+        yield listed(f"NaN or inf in {word}", [[i] for i, n in odd if n], [f"{n:,}" for _, n in odd if n], bad=True)
     for word in _ONLY:
         yield listed(word, [[i] for i, row in enumerate(rows) if row.what == word])
 
@@ -177,7 +177,7 @@ def _columns(rows: Sequence[_Row]) -> dict[str, Any]:
         numbers("max |A − B|", (found and found.largest for found in values)),
         numbers("max |A − B| / max |B|", (found and found.relative_to_max for found in values)),
         numbers("max |A − B| / |B|", (found and found.largest_relative for found in values)),
-        numbers("not finite", (found and (found.not_finite or None) for found in values), bad=True),
+        numbers("not finite", (each.not_finite_in if each and each.not_finite else None for each in values), bad=True),
         *(values_numbers(statistics) if has_statistics else []),
     ]
     return columns(

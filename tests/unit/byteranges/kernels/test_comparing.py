@@ -36,7 +36,12 @@ def compared(
 
 def result(comparer: Comparer, elements: int) -> ValueDifference:
     return ValueDifference(
-        elements, comparer.differing, comparer.largest, comparer.largest_relative, comparer.not_finite
+        elements,
+        comparer.differing,
+        comparer.largest,
+        comparer.largest_relative,
+        comparer.not_finite,
+        not_finite_in=comparer.not_finite_in,
     )
 
 
@@ -71,7 +76,8 @@ def by_torch(a: torch.Tensor, b: torch.Tensor, rtol: float = 0.0, atol: float = 
     apart = (x - y).abs()[finite]
     relative = (apart / y.abs()[finite]).nan_to_num(nan=inf, posinf=inf)
     most = [max(numbers.tolist(), default=0.0) for numbers in (apart, relative)]
-    return ValueDifference(a.numel(), int(differing.sum()), *most, int((unequal & ~finite).sum()))
+    odd_in = tuple(int((unequal & ~side.isfinite()).sum()) for side in (x, y))
+    return ValueDifference(a.numel(), int(differing.sum()), *most, int((unequal & ~finite).sum()), not_finite_in=odd_in)
 
 
 @given(st.data())
@@ -118,6 +124,7 @@ def test_complex_numbers_are_compared_by_modulus(data: st.DataObject) -> None:
     finite = unequal & (x.isfinite() & y.isfinite()).all(1)
     apart = torch.view_as_complex(x - y).abs()[finite]
     assert (found.differing, found.not_finite) == (int(unequal.sum()), int((unequal & ~finite).sum()))
+    assert found.not_finite_in == tuple(int((unequal & ~part.isfinite().all(1)).sum()) for part in (x, y))
     assert found.largest == pytest.approx(max(apart.tolist(), default=0.0), rel=1e-12)
 
 
@@ -142,13 +149,13 @@ TRUTH = torch.tensor([True, False, True])
         (torch.tensor([0.0, -0.0]), torch.tensor([-0.0, 0.0]), ValueDifference(2, 0, 0, 0.0)),
         (torch.tensor([inf, -inf]), torch.tensor([inf, -inf]), ValueDifference(2, 0, 0, 0.0)),
         # what is not finite on one side is counted, and no distance
-        (torch.tensor([inf]), torch.tensor([1.0]), ValueDifference(1, 1, 0.0, 0.0, 1)),
-        (torch.tensor([inf]), torch.tensor([-inf]), ValueDifference(1, 1, 0.0, 0.0, 1)),
-        (torch.tensor([inf]), torch.tensor([NAN]), ValueDifference(1, 1, 0.0, 0.0, 1)),
+        (torch.tensor([inf]), torch.tensor([1.0]), ValueDifference(1, 1, 0.0, 0.0, 1, not_finite_in=(1, 0))),
+        (torch.tensor([inf]), torch.tensor([-inf]), ValueDifference(1, 1, 0.0, 0.0, 1, not_finite_in=(1, 1))),
+        (torch.tensor([inf]), torch.tensor([NAN]), ValueDifference(1, 1, 0.0, 0.0, 1, not_finite_in=(1, 1))),
         (
             torch.tensor([inf, 1.0, NAN, 2.0]),
             torch.tensor([1.0, 1.5, 0.0, 2.0]),
-            ValueDifference(4, 3, 0.5, 0.5 / 1.5, 2),
+            ValueDifference(4, 3, 0.5, 0.5 / 1.5, 2, not_finite_in=(2, 0)),
         ),
         # bool is 0 or 1; dtypes of two kinds are compared by value
         (TRUTH, torch.tensor([True, True, True]), ValueDifference(3, 1, 1, 1.0)),

@@ -1042,6 +1042,7 @@ def test_json_is_json(tmp_path: Path, command: Command) -> None:
                 "elements": 2,
                 "differing": 1,
                 "not_finite": 1,
+                "not_finite_in": [0, 1],
                 "largest": 0.0,
                 "largest_relative": 0.0,
                 "relative_to_max": 0.0,
@@ -1236,7 +1237,7 @@ def test_values_are_listed_by_how_much_they_say(tmp_path: Path) -> None:
     lines = list(difference_lines(found))
     at = next(i for i, line in enumerate(lines) if line.startswith("  values"))
     assert lines[at + 1 :] == [
-        "    rng/nan  1 of 2  NaN or infinite on one side",
+        "    rng/nan  1 of 2  NaN or infinite in B",
         "    rng/far  2 of 2  8  88.9 %  0.889",
         "    rng/near  2 of 2  0.5  33.3 %  0.333",
         "    rng/n  1 of 1  99  99 %  0.99",
