@@ -155,7 +155,7 @@ def write_folder(
                     ours = False
                     raise
                 fd = calls.open_folder(temporary)
-                opened.callback(os.close, fd)
+                opened.callback(_close_folder, fd)
                 _check_space(temporary, new)
                 _make_folders(temporary, new)
                 overflowed = _fill_all(temporary, new, source, verify=verify, jobs=jobs, progress=progress)
@@ -166,17 +166,22 @@ def write_folder(
                 check_is_at(temporary, fd, target)
                 _publish(temporary, target, partial(_check_target, new=new, replace=replace))
                 check_is_at(target, fd, target, f"the old folder, if there was one, is now {temporary}")
+            sync_name(target)
         except BaseException:
-            if ours and (fd is None or is_at(temporary, fd)):
+            # Not a folder that another user has put there: the new one, or the old one after they were exchanged.
+            if ours and (fd is None or is_at(temporary, fd) or is_at(target, fd)):
                 _remove(temporary)
             raise
-    try:
-        sync_name(target)
-    finally:
         is_gone = _remove(temporary)  # the old folder
     if not is_gone:
         raise OutputError("the new folder is in place, but the old one could not be deleted", where=temporary)
     return overflowed
+
+
+def _close_folder(fd: int) -> None:
+    """Close the open folder `fd`. A failure is ignored: nothing was written through it."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:

@@ -279,8 +279,8 @@ class Conversion:
         if point.exit in (0, 143, -signal.SIGKILL):
             if lines_said:
                 yield "something is said"
-        elif not 1 <= len(lines_said) <= self._most_lines(point):
-            yield "not one line for each that failed"
+        elif not 1 <= sum(not line.startswith("  ") for line in lines_said) <= self._most_lines(point):
+            yield "not one line for each that failed, with hints below"
         in_place = sum("in place" in line for line in lines_said)
         if point.exit in (1, 3) and in_place != point.outcome.count("new") and len(self.targets) == 1:
             yield "what is in place is not said"
