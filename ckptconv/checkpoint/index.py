@@ -97,19 +97,27 @@ class Index:
     # Places and tensors
 
     @cached_property
-    def _found(self) -> tuple[list[Place], dict[str, TensorInfo], dict[int, TensorInfo]]:
+    def _found(self) -> tuple[dict[str, TensorInfo], dict[int, TensorInfo]]:
         reader = TensorReader(self.storage_of, self._where, self._faults)
         places = []
         every = find_places(self.root, leaf_of(reader.nodes), self._where, self.graph.opcodes)
         for place in seen("places", every, len(self.storage_of)):
             places.append(place)
             reader.visit(place)
-        return places, reader.tensors, reader.nodes
+        self.every_place = places
+        return reader.tensors, reader.nodes
 
-    @property
+    @cached_property
     def every_place(self) -> list[Place]:
         """All places, each after the place that contains it."""
-        return self._found[0]
+        leaf = leaf_of(self.tensor_nodes)
+        found: list[Place] | None = vars(self).get("every_place")
+        return [*find_places(self.root, leaf, self._where, self.graph.opcodes)] if found is None else found
+
+    def forget_places(self) -> None:
+        """Free the places, which take much memory. They are found again if they are needed."""
+        vars(self).pop("every_place", None)
+        vars(self).pop("places", None)
 
     @cached_property
     def places(self) -> list[Place]:
@@ -119,7 +127,7 @@ class Index:
     @property
     def tensors(self) -> dict[str, TensorInfo]:
         """The tensors by path."""
-        return self._found[1]
+        return self._found[0]
 
     @cached_property
     def tensor_counts(self) -> Counter[Storage]:
@@ -134,7 +142,7 @@ class Index:
     @property
     def tensor_nodes(self) -> dict[int, TensorInfo]:
         """The tensors by the id of their node, with their first path."""
-        return self._found[2]
+        return self._found[1]
 
     def attribute_places(self, tensors: Iterable[Value]) -> list[Place]:
         """Return the places of the attributes of `tensors`, which are nodes."""

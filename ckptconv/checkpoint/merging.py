@@ -84,24 +84,25 @@ def _latest(root: Value) -> dict[int, int] | None:
     The effects in nodes below a node count, too. Return None if a node contains itself.
     """
     latest: dict[int, int] = {}
-    open_: set[int] = set()
-    todo: list[tuple[Value, bool]] = [(root, False)]
+    open_: dict[int, int] = {}  # where the nodes whose children are visited are in the list
+    todo = [root] if isinstance(root, Node) else []
     while todo:
-        node, entered = todo.pop()
-        if not isinstance(node, Node) or id(node) in latest:
-            continue
-        if entered:
-            open_.discard(id(node))
-            own = [getattr(node, "order", None) or 0]
-            if isinstance(node, Object):
-                own += [effect.order or 0 for effect in node.effects]
-            latest[id(node)] = max(own + [latest[id(child)] for child in children(node) if isinstance(child, Node)])
-        elif id(node) in open_:
+        node = todo[-1]
+        if id(node) in latest:
+            todo.pop()
+        elif id(node) not in open_:
+            open_[id(node)] = len(todo)
+            todo += [child for child in children(node) if isinstance(child, Node)]
+        elif open_.pop(id(node)) != len(todo):
             return None
         else:
-            open_.add(id(node))
-            todo.append((node, True))
-            todo += [(child, False) for child in children(node)]
+            greatest = node.order or 0 if isinstance(node, (Call, PersistentId, FrozenSet)) else 0
+            for effect in node.effects if isinstance(node, Object) else ():
+                greatest = max(greatest, effect.order or 0)
+            for child in children(node):
+                if isinstance(child, Node):
+                    greatest = max(greatest, latest[id(child)])
+            latest[id(todo.pop())] = greatest
     return latest
 
 

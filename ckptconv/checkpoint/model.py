@@ -95,6 +95,12 @@ class Checkpoint:
         self.index = Index(self.graph, self.root, self.references, str(self.source.path))
         self._detected = None
 
+    def forget_graph(self) -> None:
+        """Free the graph, which takes much memory. The checkpoint has no objects after that."""
+        self.graph = replace(self.graph, root=None, outer_calls=[], references=[], shared=set(), byte_strings=[])
+        self.graph.changed, self.graph.written, self.references, self.before_renaming = [], {}, [], None
+        self.changed()
+
     def renamed(self) -> None:
         """Rebuild the index after tensors were renamed, and keep the old one as ``before_renaming``."""
         self.before_renaming, counts = self.index, self.index.tensor_counts

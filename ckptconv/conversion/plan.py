@@ -283,6 +283,7 @@ def _check_layout(layout: Layout, checkpoint: Checkpoint, writer: Writer, *, is_
     if computed:
         require_torch(" and ".join(_COMPUTED[kind] for kind in computed), checkpoint.source.path)
     if is_loadable:
+        checkpoint.forget_graph()  # the proof reads the graph of the output
         for file in () if writer.is_folder else layout.files:  # its layout refuses what the safe loader refuses
             prove_that_it_loads(file, checkpoint.source.path)
 

@@ -339,16 +339,19 @@ def kind_of(value: Value) -> str:
 
 
 def children(node: Value) -> list[Value]:
-    """Return the values that `node` consists of, in the order of the pickle. An atom has none."""
+    """Return the values that `node` consists of, in the order of the pickle. An atom has none.
+
+    The list may be the node's own: do not change it.
+    """
     if isinstance(node, (Tuple, FrozenSet)):
         return node.items
-    if isinstance(node, PersistentId):
-        return [node.id]
     if not isinstance(node, Object):
-        return []
-    parts = [node.callable, node.args] if isinstance(node, Call) else []
-    if isinstance(node, Call) and node.kwargs is not None:
-        parts.append(node.kwargs)
+        return [node.id] if isinstance(node, PersistentId) else []
+    parts: list[Value] = []
+    if isinstance(node, Call):
+        parts = [node.callable, node.args] if node.kwargs is None else [node.callable, node.args, node.kwargs]
+    elif len(node.effects) == 1:
+        return node.effects[0].values
     for effect in node.effects:
         parts += effect.values
     return parts
@@ -374,7 +377,7 @@ def walk(
             if budget.left < 0:
                 raise budget.used_up()
             yield node
-            todo += parts(node)[::-1]
+            todo += reversed(parts(node))
 
 
 _Object = TypeVar("_Object", bound=Object)

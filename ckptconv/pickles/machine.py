@@ -357,7 +357,7 @@ class PickleMachine:
         Raises MalformedError if the object is neither one of `kinds` nor the result of a call.
         """
         target = self.stack[-1]
-        if not isinstance(target, (*kinds, Call)) or not isinstance(target, Object):
+        if not isinstance(target, Object) or not (type(target) in kinds or isinstance(target, Call)):
             self.fail(f"{opcode} on a value that cannot take it", got=kind_of(target))
         if not target.effects:
             self.changed.append(target)

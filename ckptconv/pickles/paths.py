@@ -180,7 +180,7 @@ def child_places(place: Place, leaf: Leaf, listed: set[int] | None = None) -> li
         places = _inside(place, listed)
     else:
         places = [attribute for state in states for attribute in _attributes(place, state, listed)]
-    if isinstance(node, (Call, Dict)) and places:
+    if len(places) > 1 and isinstance(node, (Call, Dict)):
         _number_again(places)
     return places
 

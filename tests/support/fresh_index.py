@@ -19,7 +19,7 @@ from ckptconv.pickles.paths import Place, Referrers
 
 __all__ = ["assert_fresh", "check_each_access"]
 
-_PARTS = {"_found", "device_arguments", "nodes", "obstacles", "places", "referrers"}
+_PARTS = {"_found", "device_arguments", "every_place", "nodes", "obstacles", "places", "referrers"}
 _PARTS |= {"storage_of", "storages", "tensor_counts"}
 
 

@@ -246,7 +246,8 @@ def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[s
     if _is_long(graph.root):
         yield _LONG, graph.root
     for node in nodes:
-        yield from ((reason, node) for reason in _spelling(node))
+        for reason in _spelling(node):
+            yield reason, node
     run = _Run(graph, Contents(), {}, Rules(keep=True))
     found = list(run.globals([node for node in nodes if isinstance(node, Global)]))
     calls = [node for node in nodes if isinstance(node, Call)]
@@ -291,7 +292,7 @@ def _spelling(node: Node) -> Iterator[str]:
         yield "a long byte string"
     elif isinstance(node, Py2String) and node.text is None:
         yield _NO_UTF8
-    if isinstance(node, (Object, Tuple)) and any(map(_is_long, outline(node))):
+    if isinstance(node, (Object, Tuple)) and any(type(part) is int and _is_long(part) for part in outline(node)):
         yield _LONG
 
 

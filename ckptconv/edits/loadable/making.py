@@ -8,6 +8,7 @@ shared after, and cycles stay cycles.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 
 from ckptconv.byteranges.sources import BytesSource
 from ckptconv.checkpoint.dangerous_globals import is_dangerous
@@ -96,10 +97,9 @@ def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) ->
         changes.notes.append("it contains only plain data already, so " + option("loadable") + " changed nothing")
 
 
-def _refresh(checkpoint: Checkpoint) -> None:
-    """Update the lists that `checkpoint` derives from its graph."""
+def _refresh(checkpoint: Checkpoint, nodes: list[Node]) -> None:
+    """Update the lists that `checkpoint` derives from its graph, which consists of `nodes`."""
     graph = checkpoint.graph
-    nodes = list(walk([*graph.discarded, graph.root]))
     reached = set(map(id, nodes))
     # so that bytes and sets are written with opcodes that torch's safe loader knows
     graph.used |= {CODES["BINBYTES"][0]}
@@ -141,13 +141,15 @@ class _Making:
         """Convert all objects below the root, in place. Return the objects that are refused, each with the reason."""
         graph = self._checkpoint.graph
         graph.root = self.plain(graph.root)
+        nodes: list[Node] = []
         for node in walk([graph.root]):  # this visits the children after the changes of their parent
+            nodes.append(node)
             self._note_states(node)
             if isinstance(node, Tuple):
                 node.items = [self.plain(item) for item in node.items]
             elif isinstance(node, Object):
                 self._replace_in(node)
-        _refresh(self._checkpoint)
+        _refresh(self._checkpoint, list(walk([*graph.discarded, graph.root])) if graph.discarded else nodes)
         return [*self.troubles, *self._checkpoint.index.obstacles]
 
     def report(self, places: Sequence[Place], nodes: Sequence[Node]) -> list[MadePlain]:
@@ -158,14 +160,16 @@ class _Making:
                 preferred.
             nodes: The nodes of the graph now.
         """
-        left = {id(self.old_of.get(id(node), node)) for node in nodes}
-        first: dict[int, Place] = {}
-        for place in (*(place for place in places if place.parent and id(place.parent.node) in left), *places):
-            first.setdefault(id(place.node), place)
+        parents = {id(place.parent.node) for place in places if place.parent}
+        left = {old for node in nodes if (old := id(self.old_of.get(id(node), node))) in parents}
+        first: dict[Value, Place] = {}
+        for place in chain((each for each in places if each.parent and id(each.parent.node) in left), places):
+            if isinstance(place.node, (Call, Global, FrozenSet)) and place.node in self._made:
+                first.setdefault(place.node, place)
         return [
             MadePlain(at.path, row.title, _kind(value), _reads(row, at, value))
             for node, row, value in self._rows
-            if row.is_listed(value) and (at := first.get(id(node))) is not None
+            if row.is_listed(value) and (at := first.get(node)) is not None
         ]
 
     def plain(self, value: Value) -> Value:

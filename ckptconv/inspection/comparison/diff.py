@@ -393,6 +393,8 @@ class _Comparison:
 
     def pair(self) -> None:
         """Pair the names of both sides. Unless only names are compared, compare everything except tensor values."""
+        for checkpoint in (self.a, self.b):
+            checkpoint.index.forget_places()
         self.pairing.run()
         if self.compared.names_only:
             return

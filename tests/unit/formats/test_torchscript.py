@@ -508,7 +508,8 @@ def module_of(root: Call, *tensors: Call) -> PickledModule:
     """What is found in an archive whose module is `root` and in which these are the `tensors`."""
     info = TensorInfo("", None, "strided", "float32", (), (), 0, "cpu", 4, None, False, False, True)
     index = Index(Graph(root, 2, 0, frozenset(), [], [], [], [], set()), Place(None, "", root, 0), [], "m.pt")
-    vars(index)["_found"] = [index.root], {}, {id(each): info for each in tensors}  # more than could be found
+    vars(index)["every_place"] = [index.root]
+    vars(index)["_found"] = {}, {id(each): info for each in tensors}  # more than could be found
     return read_modules(index, CLASSES)[0]
 
 
