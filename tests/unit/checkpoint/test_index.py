@@ -172,3 +172,17 @@ def test_how_often_the_graph_is_walked(
     assert main([word.format(src=training, dst=training.with_name("dst")) for word in words]) == 0
     assert walks.of("walk", whole[0]) <= nodes
     assert 1 <= walks.of("find_places", whole[1]) <= places
+
+
+def test_places_that_were_forgotten_are_found_again(tmp_path: Path) -> None:
+    """They have the same paths and nodes, and the tensors stay the same objects."""
+    torch.save({"a": [torch.ones(2), None], "b": {"c": 1}}, tmp_path / "a.pt")
+    with Source(tmp_path / "a.pt") as source, gc_paused():
+        index = opening.read(source).index
+        before, tensors = [(place.path, place.node) for place in index.every_place], index.tensors
+        assert index.places
+        index.forget_places()
+        assert vars(index).keys().isdisjoint({"every_place", "places"})
+        after = [(place.path, place.node) for place in index.every_place]
+        assert after == before and len(after) == 6 and index.tensors is tensors
+        assert [place.path for place in index.places] == [".", "a", "a[0]", "b"]
