@@ -88,10 +88,21 @@ import sys
 import ckptconv
 ckptconv.load(sys.argv[1], "cpu")
 """
+LOAD_AND_READ = """
+import sys
+import ckptconv
+for tensor in ckptconv.load(sys.argv[1], "cpu").values():
+    tensor.sum()
+"""
 TORCH_LOAD = """
 import sys, torch
 checkpoint = torch.load(sys.argv[1], "cpu", mmap=sys.argv[2] == "mmap")
 checkpoint["module.layers.7.weight"].sum()
+"""
+TORCH_LOAD_AND_READ = """
+import sys, torch
+for tensor in torch.load(sys.argv[1], "cpu", mmap=True).values():
+    tensor.sum()
 """
 TORCH_VALUES = """
 import sys, torch

@@ -16,6 +16,7 @@ from programs import ckptconv, copy, make, python
 
 GIB = 1 << 30
 SMALL = Path(__file__).parent.parent / "fixtures" / "cuda0.pt"
+COPY_OF_MOVED = "`cp` + `sync` of what is read and written"  # of a file with half of these bytes
 
 
 def convert(bench: Bench, size: int) -> None:
@@ -193,29 +194,32 @@ def ranks(bench: Bench, size: int) -> None:
 
 
 def cast(bench: Bench, size: int) -> None:
-    """`size` bytes of float32 weights in half the bytes, beside what torch does."""
+    """`size` bytes of float32 weights in half the bytes, beside copying that much and beside what torch does."""
     src, dst = make(bench.folder / "float32.pt", size), bench.folder / "dst.pt"
-    rival = "`torch.load(mmap=True)` + `.bfloat16()` + `torch.save` + `sync`"
+    moved = make(bench.folder / "moved.pt", size * 3 // 4)
     commands = {
         "`ckptconv convert --dtype bf16`": ckptconv("convert", "-q", "--force", src, dst, "--dtype", "bf16"),
-        rival: python(programs.CAST + programs.PEAK, src, dst),
+        COPY_OF_MOVED: copy(moved, bench.folder / "copy.pt"),
+        "`torch.load(mmap=True)` + `.bfloat16()` + `torch.save` + `sync`": python(
+            programs.CAST + programs.PEAK, src, dst
+        ),
     }
-    bench.table(f"{size / GIB:g} GiB: float32 → bfloat16", commands, unit=rival)
-    src.unlink()
-    dst.unlink()
+    bench.table(f"{size / GIB:g} GiB: float32 → bfloat16", commands, COPY_OF_MOVED)
+    for path in (src, dst, moved, bench.folder / "copy.pt"):
+        path.unlink()
 
 
 def quantized(bench: Bench, size: int) -> None:
-    """`size` bytes of fp8 in blocks of 128×128 as bfloat16, beside copying what is read and what is written."""
+    """`size` bytes of fp8 in blocks of 128×128 as bfloat16, beside copying that much."""
     src, dst = make(bench.folder / "fp8.safetensors", size, programs.MAKE_FP8), bench.folder / "bf16.safetensors"
-    unit = "`cp` of the input and of as much as the output + `sync`"
+    moved = make(bench.folder / "moved.pt", size * 3 // 2)
     commands = {
         "`ckptconv convert --dtype bf16`": ckptconv("convert", "-q", "--force", src, dst, "--dtype", "bf16"),
-        unit: ["sh", "-c", 'cp "$1" "$2"; cat "$1" "$1" > "$2.out"; sync', "sh", str(src), str(dst)],
+        COPY_OF_MOVED: copy(moved, bench.folder / "copy.pt"),
         "`import torch`": python("import torch;" + programs.PEAK),
     }
-    bench.table(f"{size / GIB:g} GiB: fp8 in blocks → bfloat16", commands, unit)
-    for path in (src, dst, Path(f"{dst}.out")):
+    bench.table(f"{size / GIB:g} GiB: fp8 in blocks → bfloat16", commands, COPY_OF_MOVED)
+    for path in (src, dst, moved, bench.folder / "copy.pt"):
         path.unlink()
 
 
@@ -295,6 +299,8 @@ def load(bench: Bench, size: int) -> None:
     commands = {
         '`ckptconv.load(path, "cpu")`': python(programs.LOAD + programs.PEAK, src),
         '`torch.load(path, "cpu")`': python(programs.TORCH_LOAD + programs.PEAK, src, "read"),
+        "`ckptconv.load`, and all numbers are read": python(programs.LOAD_AND_READ + programs.PEAK, src),
+        "`torch.load(mmap=True)`, and all numbers are read": python(programs.TORCH_LOAD_AND_READ + programs.PEAK, src),
         "one tensor: `ckptconv.open(path)` + `load(name)`": python(programs.LOAD_ONE + programs.PEAK, src),
         "one tensor: `torch.load(path, mmap=True)[name]`": python(programs.TORCH_LOAD + programs.PEAK, src, "mmap"),
     }
@@ -377,6 +383,7 @@ def values(bench: Bench, size: int) -> None:
     src = make(bench.folder / "a.pt", size)
     commands = {
         "`cat`": ["sh", "-c", 'cat "$1" > /dev/null', "sh", str(src)],
+        "`ckptconv inspect`, which reads no values": ckptconv("inspect", src, "--limit", "0"),
         "`ckptconv inspect --values`": ckptconv("inspect", src, "--values", "--limit", "0"),
         "`ckptconv inspect --histogram`": ckptconv("inspect", src, "--histogram", "--limit", "0"),
         "`torch.load`, the same without the histogram": python(programs.TORCH_VALUES + programs.PEAK, src, ""),
@@ -511,7 +518,7 @@ TABLES: dict[str, tuple[Callable[[Bench, int], None], float, float | None]] = {
     "convert": (convert, 1, 0.9), "large": (large, 4, 0.7), "to_safetensors": (to_safetensors, 1, 0.9),
     "from_safetensors": (from_safetensors, 1, None), "legacy": (legacy, 1, None), "shards": (shards, 1, None),
     "distributed": (distributed, 1, 0.4), "ranks": (ranks, 4, None), "to_distributed": (to_distributed, 2, 1.1),
-    "zero_2": (zero_2, 2, 1.2), "zero_3": (zero_3, 2, 1.2), "cast": (cast, 1, 0.6),
+    "zero_2": (zero_2, 2, 1.2), "zero_3": (zero_3, 2, 1.2), "cast": (cast, 0.25, 1.2),
     "quantized": (quantized, 1, 1.5),
     "gather": (gather, 0.5, None), "diff": (diff, 1, None), "diff_quiet": (diff_quiet, 1, None),
     "verify": (verify, 1, None), "start": (start, 1, 2), "inspect": (inspect, 1, None), "batch": (batch, 1, 1.5),
