@@ -194,13 +194,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 os.makedirs(sys.argv[1])
-rows = int(sys.argv[2]) // 4 // 4 // {TENSORS} // 2048
-for rank in range(4):
-    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
-    mesh = init_device_mesh("cpu", (4,))
-    parts = {{f"layers.{{i}}.weight": torch.randn(rows, 2048) for i in range({TENSORS})}}
+ranks, tensors, columns = map(int, sys.argv[3:]) if sys.argv[3:] else (4, {TENSORS}, 2048)
+rows = int(sys.argv[2]) // 4 // ranks // tensors // columns
+for rank in range(ranks):
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    mesh = init_device_mesh("cpu", (ranks,))
+    parts = {{f"layers.{{i}}.weight": torch.randn(rows, columns) for i in range(tensors)}}
     state = {{name: DTensor.from_local(part, mesh, [Shard(0)]) for name, part in parts.items()}}
-    torch.save(state, os.path.join(sys.argv[1], f"model_world_size_4_rank_{{rank}}.pt"))
+    torch.save(state, os.path.join(sys.argv[1], f"model_world_size_{{ranks}}_rank_{{rank}}.pt"))
     dist.destroy_process_group()
 """
 MAKE_LEGACY = MAKE.replace("sys.argv[1])", "sys.argv[1], _use_new_zipfile_serialization=False)")
@@ -265,9 +266,9 @@ save_file(weights, sys.argv[1])
 """
 
 
-def make(path: Path, size: int, code: str = MAKE) -> Path:
+def make(path: Path, size: int, code: str = MAKE, *more: object) -> Path:
     """A state dict of `size` bytes, saved by DataParallel on cuda:0, as far as the file can tell."""
-    subprocess.run(python(code, path, size), check=True)
+    subprocess.run(python(code, path, size, *more), check=True)
     return path
 
 

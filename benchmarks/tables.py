@@ -444,8 +444,10 @@ def _many(bench: Bench, title: str, code: str) -> None:
 def containers(bench: Bench, size: int) -> None:  # noqa: ARG001 - as above
     """20,000 small tensors from container to container, and two files that are equal."""
     src = make(bench.folder / "many.pt", 20_000, programs.MAKE_MANY)
-    other, shards, dcp = bench.folder / "many.safetensors", bench.folder / "many_shards", bench.folder / "many_dcp"
-    for words in ([other], [shards, "--max-shard-size", "300kB"], [dcp, "--format", "dcp", "--ranks", 2]):
+    ranks = make(bench.folder / "many_ranks", 20_000 * 64, programs.MAKE_RANKS, 2, 20_000, 4)
+    other, same = bench.folder / "many.safetensors", bench.folder / "same.pt"
+    shards, dcp = bench.folder / "many_shards", bench.folder / "many_dcp"
+    for words in ([other], [same], [shards, "--max-shard-size", "300kB"], [dcp, "--format", "dcp", "--ranks", 2]):
         subprocess.run(ckptconv("convert", "-q", src, *words), check=True, capture_output=True)
 
     def convert_to(name: str, of: Path) -> list[str]:
@@ -456,15 +458,18 @@ def containers(bench: Bench, size: int) -> None:  # noqa: ARG001 - as above
         "`.pt` → `.safetensors`": convert_to("out.safetensors", src),
         "shards → `.pt`": convert_to("out.pt", shards),
         "DCP of 2 ranks → `.pt`": convert_to("out.pt", dcp),
+        "`inspect` of `.pt`": ckptconv("inspect", src),
         "`inspect` of `.safetensors`": ckptconv("inspect", other),
         "`inspect` of shards": ckptconv("inspect", shards),
         "`inspect` of DCP of 2 ranks": ckptconv("inspect", dcp),
+        "`inspect` of rank files, 2 ranks": ckptconv("inspect", ranks),
+        "`diff` of two `.pt`": ckptconv("diff", src, same),
         "`diff` of `.pt` and `.safetensors`": python(programs.CKPTCONV_DIFF + programs.PEAK, "diff", src, other),
     }
-    bench.table("20,000 tensors in other containers", commands, "`inspect` of `.safetensors`")
-    for folder in (shards, dcp):
+    bench.table("20,000 tensors in other containers", commands, "`inspect` of `.pt`")
+    for folder in (shards, dcp, ranks):
         shutil.rmtree(folder)
-    for name in ("many.pt", "many.safetensors", "out.pt", "out.safetensors"):
+    for name in ("many.pt", "same.pt", "many.safetensors", "out.pt", "out.safetensors"):
         (bench.folder / name).unlink()
 
 
