@@ -1,4 +1,4 @@
-"""Repeated items: items of a dict with the same opcodes as an earlier item, read by one regular expression.
+"""Repeated items: items of a dict with the same opcodes as an earlier item, read in columns by regular expressions.
 
 The machine reads the first item of each form, opcode by opcode. Further items of the form may differ in the key, if it
 is a text, in the numbers of memo slots, and in the values of a few attributes. Their values are those of the first
@@ -11,6 +11,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from itertools import chain, islice, repeat
 from operator import is_
 from typing import NamedTuple
 
@@ -19,18 +20,20 @@ from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, Node, Tuple, Value
 from ckptconv.pickles.machine import CODES, PickleMachine
-from ckptconv.pickles.rows import GET, INT, LONG, SHORT, RowMachine
+from ckptconv.pickles.rows import GET, INT, INTS, LONG, SHORT, RowMachine
 
-#: An opcode of an item with its operand. Of a text, this is only the length.
+#: An opcode of an item with its operand, or those of a tuple of numbers. Of a text, this is only the length.
 _OPCODE = regex(
-    rb"(?P<text>X....|\x8c.)|(?P<int>K.|M..|J....)|(?P<get>h.|j....)|(?P<put>r....|\x94)|[]})(atub\x81\x85-\x89NR]",
+    rb"(?P<text>X....|\x8c.)|(?P<ints>%b)|(?P<int>K.|M..|J....)|(?P<get>h.|j....)|(?P<put>r....|\x94)"
+    rb"|[]})(aetub\x81\x85-\x89NR]" % INTS,
     re.DOTALL,
 )
 _LONGEST = 8192  # bytes of an item
 _MOST = 1 << 16  # characters of all patterns, because compiling them takes time
-#: Steps that the pickle pays for with each byte, and before its first byte. Attempts to read an item take a step for
-#: each character of the pattern, and learning one takes more for each byte of the item.
-_STEPS, _SPARE, _LEARNING = 32, 1 << 21, 256
+_AT_ONCE = 4096  # items
+#: Steps that the pickle pays for with each byte, and before its first byte. Attempts to read an item take steps for
+#: each of its opcodes, and learning one takes more for each byte of the item.
+_STEPS, _SPARE, _OF_OPCODE, _LEARNING = 32, 1 << 21, 4, 256
 _MOST_FOUND = 1000  # spellings of forms of a pattern that are remembered
 
 
@@ -53,12 +56,14 @@ class _Form(NamedTuple):
 
     Attributes:
         pair: The key and the value.
-        owners: For each free attribute of the pattern, 0 if the key has it and 1 if the value has it.
-        parts: The values that an item puts into the memo, after a text at its start. None for those that differ.
+        key: The index of the key among the free values of the pattern, or None if all items have the same key.
+        changed: For the key and for the value, the names of free attributes, and their indices among the free values.
+        parts: The values that an item puts into the memo. None for those that differ.
     """
 
     pair: list[Value]
-    owners: list[int]
+    key: int | None
+    changed: list[list[tuple[str, int]]]
     parts: list[Value]
 
 
@@ -66,27 +71,28 @@ class _Pattern(NamedTuple):
     """The opcodes of an item, and the forms of items with these opcodes.
 
     Attributes:
-        spelled: The regular expression for the item, without a text at its start. Each operand is a group.
-        text: The opcode of the text at the start, or empty.
-        free: The name of each free attribute, and the number of the group with its value. The name is empty for a key
-            that is read from the memo.
-        match: Matches `spelled`. None until the pattern is compiled.
+        spelled: The regular expressions for the opcodes before the first free text, between free texts, and after the
+            last one. Each operand is a group. All but the last end with the length of the text.
+        free: For each free attribute its name, and the number of the group with its value. For a text, it is the number
+            of the text, counted from ``-len(spelled) + 1``. The name is empty for the key.
         fixed: The numbers of the groups of other integers and of other reads from the memo.
         puts: The numbers of the groups of puts with a slot.
+        texts: For each free text, the index of its put, or None.
         memoized: MEMOIZE for each other put.
         opcodes: The number of opcodes.
-        forms: The forms, by the values of the groups `fixed`.
+        matches: Match ``spelled``, with the number of bytes of the length after it. Empty until compiled.
+        forms: The forms, by the groups `fixed`: the bytes of integers, and the values that are read from the memo.
         found: Forms by the bytes of these groups, with the memo slots in the bytes, and their values in the memo.
     """
 
-    spelled: bytes
-    text: bytes
+    spelled: tuple[bytes, ...]
     free: tuple[tuple[str, int], ...]
-    match: Callable[..., re.Match[bytes] | None] | None
     fixed: list[int]
     puts: list[int]
+    texts: list[int | None]
     memoized: bytes
     opcodes: int
+    matches: list[tuple[Callable[..., re.Match[bytes] | None], int]]
     forms: dict[tuple[Value, ...], _Form]
     found: dict[tuple[bytes, ...], tuple[_Form, tuple[int, ...], tuple[Value, ...]]]
 
@@ -117,7 +123,7 @@ class RepeatMachine(RowMachine):
         of, length, start = self._before.get(depth, (None, 0, 0))
         if stack is of and len(stack) == length + 2 and start >= self.base and self._may_try():
             self._learn_item(self.window[start - self.base : self.pos])
-        while self._may_try() and any(map(self._read_item, self._patterns)):
+        while self._may_try() and any(map(self._read_items, self._patterns)):
             pass
         self._before[depth] = stack, len(stack), self.tell()
 
@@ -128,64 +134,88 @@ class RepeatMachine(RowMachine):
     def _read_rows(self) -> None:
         """Do nothing, because the items are not tensors."""
 
-    def _read_item(self, pattern: _Pattern) -> bool:
-        """Read the next item. Return False, without executing anything, if it has no known form of `pattern`."""
-        self._steps += len(pattern.spelled)
-        start = pos = self.pos
-        if pattern.text:
-            start += (LONG if pattern.text == LONG.text else SHORT).at
-            pos = start + int.from_bytes(self.window[self.pos + 1 : start], "little")
-            if self.window[self.pos : self.pos + 1] != pattern.text or pos - start > LIMITS.inline_bytes:
-                return False
-        match = pattern.match(self.window, pos, self._room()) if pattern.match else None
-        if match is None:
+    def _read_items(self, pattern: _Pattern) -> bool:
+        """Read the next items. Return False, without executing anything, if the first has no known form of `pattern`.
+
+        All items are read as columns. If one of them cannot be read, those before it are.
+        """
+        found, ends = self._match(pattern)
+        if not ends:
             return False
-        try:
-            text = self.window[start:pos].decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
+        columns = [*zip(*found, strict=True)]
+        spelled = [*zip(*map(columns.__getitem__, pattern.fixed), strict=True)] or [()] * len(ends)
+        forms = {each: self._form(pattern, each) for each in {*spelled}}
+        free = [map(self._text if i < 0 else self._value, columns[i]) for _, i in pattern.free]
+        items: list[tuple[_Form, tuple[Value, ...]]] = []
+        for form, values in zip(map(forms.__getitem__, spelled), zip(*free, strict=True) if free else repeat(())):
+            if form is None or None in values:
+                break
+            items.append((form, values))
+        n = len(items)
+        puts = b"".join(chain.from_iterable(islice(zip(*map(columns.__getitem__, pattern.puts), strict=True), n)))
+        slots = self._new_slots(SHORT if pattern.memoized else LONG, pattern.memoized * n or puts) if n else None
+        self._at_once = min(2 * self._at_once, _AT_ONCE) if slots and n == len(ends) else 1
+        if not slots or not self.count(n * pattern.opcodes):
             return False
-        groups = match.groups()
-        form = self._form(pattern, tuple([groups[i] for i in pattern.fixed]))
-        values = [self._operand(groups[i]) for _, i in pattern.free]
-        puts = pattern.memoized or b"".join([groups[i] for i in pattern.puts])
-        slots = self._new_slots(SHORT if pattern.memoized else LONG, puts)
-        if form is None or not slots or not all(isinstance(value, (int, str)) for value in values):
-            return False
-        if not self.count(pattern.opcodes):
-            return False
-        pair = [*form.pair]
-        if pattern.text:
-            pair[0] = self.memo[slots.start] = text
-        for (name, _), owner, value in zip(pattern.free, form.owners, values, strict=True):
-            if not name:
-                pair[0] = value
-                continue
-            like = pair[owner]
-            if not isinstance(like, Like):
-                pair[owner] = like = Like(like, {})
-            like.changed[name] = value
-        self.stack += pair
-        self._starts.append(slots.stop - len(form.parts))
-        self._items.append(form)
-        self._slots += len(form.parts)
-        self._end, self.pos = slots.stop, match.end()
+        for form, values in items:
+            for node, names in zip(form.pair, form.changed, strict=True):
+                self.stack.append(Like(node, {name: values[i] for name, i in names}) if names else node)
+            if form.key is not None:
+                self.stack[-2] = values[form.key]
+        size = len(slots) // n
+        for (_, i), values in zip(pattern.free, zip(*(values for _, values in items), strict=True), strict=True):
+            if i < 0 and (put := pattern.texts[i]) is not None:
+                self.memo.update(zip(slots[put::size], values, strict=True))
+                self._slots -= n
+        self._starts += slots[::size]
+        self._items += [form for form, _ in items]
+        self._slots += len(slots)
+        self._end, self.pos = slots.stop, ends[n - 1]
         if pattern is not self._patterns[0]:
             self._patterns.remove(pattern)
             self._patterns.insert(0, pattern)
         return True
+
+    def _match(self, pattern: _Pattern) -> tuple[list[tuple[bytes, ...]], list[int]]:
+        """Return the groups of the next items that match `pattern`, each followed by its texts, and where they end."""
+        found, ends = list[tuple[bytes, ...]](), list[int]()
+        window, room, at, matches = self.window, self._room(), self.pos, pattern.matches
+        while matches and len(ends) < self._at_once:
+            groups, texts = (), ()
+            for match, width in matches:
+                part = match(window, at, room)
+                if part is None:
+                    break
+                groups += part.groups()
+                at = part.end()
+                if width:
+                    start, at = at, at + int.from_bytes(window[at - width : at], "little")
+                    texts += (window[start:at],)
+            if part is None:
+                break
+            found.append(groups + texts)
+            ends.append(at)
+        self._steps += _OF_OPCODE * pattern.opcodes * (len(ends) + 1)
+        return found, ends
 
     def _form(self, pattern: _Pattern, operands: tuple[bytes, ...]) -> _Form | None:
         """Return the form of an item of `pattern` with the `operands` of the groups ``fixed``, or None."""
         form, slots, values = pattern.found.get(operands, (None, (), ()))
         if form and all(map(is_, map(self.memo.get, slots), values)):
             return form
-        form = pattern.forms.get(tuple(map(self._operand, operands)))
+        form = pattern.forms.get(tuple([self._value(code) if code[:1] in b"hj" else code for code in operands]))
         if form and len(pattern.found) < _MOST_FOUND:
             slots = tuple(int.from_bytes(code[1:], "little") for code in operands if code[:1] in b"hj")
             pattern.found[operands] = form, slots, tuple(map(self.memo.get, slots))
         return form
 
-    def _operand(self, code: bytes) -> Value:
+    def _text(self, code: bytes) -> str | None:
+        """Return the text whose bytes are `code`. None if it is not UTF-8, or too long."""
+        with suppress(UnicodeDecodeError):
+            return code.decode("utf-8", "surrogatepass") if len(code) <= LIMITS.inline_bytes else None
+        return None
+
+    def _value(self, code: bytes) -> Value:
         """Return the integer of `code`, or the node or text that it reads from the memo. Otherwise return None."""
         number = int.from_bytes(code[1:], "little", signed=code[:1] == b"J")
         if code[:1] not in b"hj":
@@ -200,27 +230,30 @@ class RepeatMachine(RowMachine):
         at = 0
         while at < len(code) <= _LONGEST:
             found = _OPCODE.match(code, at)
-            if found is None or (found.lastgroup == "text" and at):
+            if found is None:
                 return
             start, kind, at = at, found.lastgroup or "", found.end()
             if kind == "text":
                 at += int.from_bytes(found[0][1:], "little")
-            value = self._operand(found[0]) if kind in ("int", "get") else None
+            value = self._value(found[0]) if kind in ("int", "get") else None
             if kind == "get" and value is None:
                 return
             opcodes.append((kind, code[start:at], value))
-        kinds = [kind for kind, _, _ in opcodes]
-        if "put" not in kinds or (kinds[0] == "text" and kinds[1] != "put"):
+        item = _Item(opcodes, self._free)
+        if not item.puts or len(item.pattern.texts) < sum(kind == "text" for kind, _, _ in opcodes):
             return
         self._steps += _LEARNING * len(code)
-        item = _Item(opcodes, self._free)
         machine = PickleMachine(lambda at, n: item.program[at : at + n], len(item.program), self.where, 0)
         machine.memo = item.memo
         with suppress(InputError):
             form = item.form(machine.load(self.dispatch).root)
-            pattern = next((each for each in self._patterns if each[:3] == item.pattern[:3]), None)
-            if pattern is None and sum(len(each.spelled) for each in (*self._patterns, item.pattern)) <= _MOST:
-                pattern = item.pattern._replace(match=re.compile(item.pattern.spelled, re.DOTALL).match)
+            pattern = next((each for each in self._patterns if each[:2] == item.pattern[:2]), None)
+            spelled = chain.from_iterable(each.spelled for each in (*self._patterns, item.pattern))
+            if form and pattern is None and sum(map(len, spelled)) <= _MOST:
+                pattern = item.pattern
+                widths = [4 if each.endswith(b"X....") else 1 for each in pattern.spelled[:-1]] + [0]
+                matches = (re.compile(each, re.DOTALL).match for each in pattern.spelled)
+                pattern.matches.extend(zip(matches, widths, strict=True))
                 self._patterns.append(pattern)
             if form and pattern:
                 pattern.forms[tuple(item.values)] = form
@@ -252,38 +285,42 @@ class _Item:
         self.values, self.marks = list[Value](), list[Node]()
         self.puts = 0
         slot = sum(kind == "put" for kind, _, _ in opcodes)
-        text = opcodes[0][1][:1] if opcodes[0][0] == "text" else b""
-        spelled, memoized, groups = b"", b"", 0
-        free, fixed, slots = list[tuple[str, int]](), list[int](), list[int]()
+        spelled, memoized, groups = [b""], b"", 0
+        free, fixed, slots, texts = list[tuple[str, int]](), list[int](), list[int](), list[int | None]()
+        count = sum(kind == "text" for kind, _, _ in opcodes)
         for i, (kind, code, value) in enumerate(opcodes):
             name = _free_name(opcodes, i, names)
+            if name is not None:
+                free.append((name, len(texts) - count if kind == "text" else groups))
+                value = Node()
+                self.marks.append(value)
             if kind == "put":
                 is_short = code == CODES["MEMOIZE"]
-                spelled += code if is_short else b"(r....)"
+                spelled[-1] += code if is_short else b"(r....)"
                 memoized += code if is_short else b""
                 slots += [] if is_short else [groups]
                 groups += not is_short
                 code = CODES["LONG_BINPUT"] + self.puts.to_bytes(4, "little")
                 self.puts += 1
-            elif kind in ("int", "get"):
-                spelled += b"(" + (INT if kind == "int" else GET) + b")"
+            elif kind == "text" and name is not None:
+                spelled[-1] += b"X...." if code.startswith(b"X") else b"\x8c."
+                spelled.append(b"")
+                texts.append(self.puts if opcodes[i + 1 : i + 2] and opcodes[i + 1][0] == "put" else None)
+            elif kind in ("int", "ints", "get"):
+                spelled[-1] += b"(" + {"int": INT, "ints": INTS, "get": GET}[kind] + b")"
                 if name is None:
                     fixed.append(groups)
-                    self.values.append(value)
-                else:
-                    free.append((name, groups))
-                    value = Node()
-                    self.marks.append(value)
+                    self.values.append(value if kind == "get" else code)
                 groups += 1
-                if isinstance(value, (Node, str)):
-                    self.memo[slot] = value
-                    code = CODES["LONG_BINGET"] + slot.to_bytes(4, "little")
-                    slot += 1
-            elif kind != "text":
-                spelled += re.escape(code)
+            else:
+                spelled[-1] += re.escape(code)
+            if isinstance(value, (Node, str)):
+                self.memo[slot] = value
+                code = CODES["LONG_BINGET"] + slot.to_bytes(4, "little")
+                slot += 1
             self.program += code
         self.program += CODES["TUPLE2"] + CODES["STOP"]
-        self.pattern = _Pattern(spelled, text, (*free,), None, fixed, slots, memoized, len(opcodes), {}, {})
+        self.pattern = _Pattern((*spelled,), (*free,), fixed, slots, texts, memoized, len(opcodes), [], {}, {})
 
     def form(self, root: Value) -> _Form | None:
         """Return the form of the item. None if a free value is not that of an attribute, or not the key.
@@ -291,32 +328,32 @@ class _Item:
         `root` is the tuple of key and value that the program builds.
         """
         assert isinstance(root, Tuple)
-        pair, owners, changed = root.items, list[int](), set[int]()
-        if self.pattern.text and not isinstance(pair[0], str):
-            return None
+        pair, key, changed = root.items, None, set(map(id, self.marks))
+        names = list[list[tuple[str, int]]]([[], []])
         states = [[*node.states()] if isinstance(node, Call) else [] for node in pair]
-        for (name, _), mark in zip(self.pattern.free, self.marks, strict=True):
+        for i, ((name, _), mark) in enumerate(zip(self.pattern.free, self.marks, strict=True)):
+            if not name and pair[0] is mark:
+                key = i
+                continue
             found = [
-                i
-                for i, each in enumerate(states)
+                owner
+                for owner, each in enumerate(states)
                 for state in each
                 if isinstance(state, Dict) and any(key == name and value is mark for key, value in state.entries())
             ]
-            if not name and pair[0] is mark:
-                found = [0]
             if len(found) != 1:
                 return None
-            owners += found
+            names[found[0]].append((name, i))
             changed |= {id(pair[found[0]]), *map(id, states[found[0]])}
-        parts = [self.memo[i] for i in range(self.puts)][bool(self.pattern.text) :]
-        return _Form(pair, owners, [None if id(part) in changed else part for part in parts])
+        parts = [self.memo[i] for i in range(self.puts)]
+        return _Form(pair, key, names, [None if id(part) in changed else part for part in parts])
 
 
 def _free_name(opcodes: list[tuple[str, bytes, Value]], i: int, names: Collection[str]) -> str | None:
     """Return the name of the attribute in `names` whose value opcode `i` pushes. Empty for a key, None for others."""
     kind, _, value = opcodes[i]
     if i == 0:
-        return "" if isinstance(value, str) else None
+        return "" if kind == "text" or isinstance(value, str) else None
     before, is_put = opcodes[i - 1][2], [each[0] for each in opcodes[i + 1 : i + 2]] == ["put"]
-    is_free = isinstance(before, str) and before in names and not is_put and (kind == "int" or isinstance(value, str))
-    return before if is_free and isinstance(before, str) else None
+    is_free = kind == "text" or (not is_put and (kind == "int" or isinstance(value, str)))
+    return before if is_free and isinstance(before, str) and before in names else None

@@ -33,6 +33,7 @@ from ckptconv.pickles.machine import CODES, PickleMachine
 # Each number has the shortest opcode, as in the emitter's output.
 INT = rb"(?:K.|M.[^\0]|J..(?!\0\0)..)"
 GET = rb"(?:h.|j.(?!\0\0\0)...)"
+INTS = rb"(?:%b\x85|%b%b\x86|%b%b%b\x87|\((?:%b){4,64}t)" % ((INT,) * 7)  # a tuple
 _LONG_PUT = rb"r.(?!\0\0\0)..."  # of four bytes: the first 256 slots have shorter puts
 _MOST = 4096  # items read at once
 _WORTH_IT = 6  # items: if fewer were read at once, some rows pass before the next attempt, which would be slow
@@ -66,7 +67,7 @@ class _Spelling:
             b"PUT": b"(" + put + b")",
             b"SLOT": put,
             b"PERHAPS": b"((?:" + put + b")?)",  # an empty tuple is not put, nor is a text from the memo
-            b"INTS": rb"(\)(?!%b)|(?:INT\x85|INTINT\x86|INTINTINT\x87|\((?:INT){4,64}t)(?=%b))" % (first, first),
+            b"INTS": rb"(\)(?!%b)|%b(?=%b))" % (first, INTS, first),
             b"INT": INT,
             b"TEXT": text,
             b"LENGTH": b"(" + length + b")",
