@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from itertools import chain, islice, repeat
-from operator import is_
 from typing import NamedTuple
 
 from ckptconv.errors import InputError
@@ -34,7 +33,6 @@ _AT_ONCE = 4096  # items
 #: Steps that the pickle pays for with each byte, and before its first byte. Attempts to read an item take steps for
 #: each of its opcodes, and learning one takes more for each byte of the item.
 _STEPS, _SPARE, _OF_OPCODE, _LEARNING = 32, 1 << 21, 4, 256
-_MOST_FOUND = 1000  # spellings of forms of a pattern that are remembered
 
 
 class Like(Node):
@@ -82,7 +80,6 @@ class _Pattern(NamedTuple):
         opcodes: The number of opcodes.
         matches: Match ``spelled``, with the number of bytes of the length after it. Empty until compiled.
         forms: The forms, by the groups `fixed`: the bytes of integers, and the values that are read from the memo.
-        found: Forms by the bytes of these groups, with the memo slots in the bytes, and their values in the memo.
     """
 
     spelled: tuple[bytes, ...]
@@ -94,7 +91,6 @@ class _Pattern(NamedTuple):
     opcodes: int
     matches: list[tuple[Callable[..., re.Match[bytes] | None], int]]
     forms: dict[tuple[Value, ...], _Form]
-    found: dict[tuple[bytes, ...], tuple[_Form, tuple[int, ...], tuple[Value, ...]]]
 
 
 class RepeatMachine(RowMachine):
@@ -123,7 +119,7 @@ class RepeatMachine(RowMachine):
         of, length, start = self._before.get(depth, (None, 0, 0))
         if stack is of and len(stack) == length + 2 and start >= self.base and self._may_try():
             self._learn_item(self.window[start - self.base : self.pos])
-        while self._may_try() and any(map(self._read_items, self._patterns)):
+        while self._may_try() and any(map(self._read_next, self._patterns)):
             pass
         self._before[depth] = stack, len(stack), self.tell()
 
@@ -134,7 +130,7 @@ class RepeatMachine(RowMachine):
     def _read_rows(self) -> None:
         """Do nothing, because the items are not tensors."""
 
-    def _read_items(self, pattern: _Pattern) -> bool:
+    def _read_next(self, pattern: _Pattern) -> bool:
         """Read the next items. Return False, without executing anything, if the first has no known form of `pattern`.
 
         All items are read as columns. If one of them cannot be read, those before it are.
@@ -144,10 +140,11 @@ class RepeatMachine(RowMachine):
             return False
         columns = [*zip(*found, strict=True)]
         spelled = [*zip(*map(columns.__getitem__, pattern.fixed), strict=True)] or [()] * len(ends)
-        forms = {each: self._form(pattern, each) for each in {*spelled}}
-        free = [map(self._text if i < 0 else self._value, columns[i]) for _, i in pattern.free]
+        forms = {each: pattern.forms.get(tuple(map(self._fixed, each))) for each in {*spelled}}
+        free = [map(_text if i < 0 else self._atom, columns[i]) for _, i in pattern.free]
         items: list[tuple[_Form, tuple[Value, ...]]] = []
-        for form, values in zip(map(forms.__getitem__, spelled), zip(*free, strict=True) if free else repeat(())):
+        values_of = zip(*free, strict=True) if free else repeat(())
+        for form, values in zip(map(forms.__getitem__, spelled), values_of, strict=False):
             if form is None or None in values:
                 break
             items.append((form, values))
@@ -181,7 +178,7 @@ class RepeatMachine(RowMachine):
         found, ends = list[tuple[bytes, ...]](), list[int]()
         window, room, at, matches = self.window, self._room(), self.pos, pattern.matches
         while matches and len(ends) < self._at_once:
-            groups, texts = (), ()
+            groups, texts = list[bytes](), list[bytes]()
             for match, width in matches:
                 part = match(window, at, room)
                 if part is None:
@@ -190,30 +187,22 @@ class RepeatMachine(RowMachine):
                 at = part.end()
                 if width:
                     start, at = at, at + int.from_bytes(window[at - width : at], "little")
-                    texts += (window[start:at],)
+                    texts.append(window[start:at])
             if part is None:
                 break
-            found.append(groups + texts)
+            found.append((*groups, *texts))
             ends.append(at)
         self._steps += _OF_OPCODE * pattern.opcodes * (len(ends) + 1)
         return found, ends
 
-    def _form(self, pattern: _Pattern, operands: tuple[bytes, ...]) -> _Form | None:
-        """Return the form of an item of `pattern` with the `operands` of the groups ``fixed``, or None."""
-        form, slots, values = pattern.found.get(operands, (None, (), ()))
-        if form and all(map(is_, map(self.memo.get, slots), values)):
-            return form
-        form = pattern.forms.get(tuple([self._value(code) if code[:1] in b"hj" else code for code in operands]))
-        if form and len(pattern.found) < _MOST_FOUND:
-            slots = tuple(int.from_bytes(code[1:], "little") for code in operands if code[:1] in b"hj")
-            pattern.found[operands] = form, slots, tuple(map(self.memo.get, slots))
-        return form
+    def _fixed(self, code: bytes) -> Value:
+        """Return the node or text that `code` reads from the memo, or None. If it reads nothing, return `code`."""
+        return self._value(code) if code[:1] in b"hj" else code
 
-    def _text(self, code: bytes) -> str | None:
-        """Return the text whose bytes are `code`. None if it is not UTF-8, or too long."""
-        with suppress(UnicodeDecodeError):
-            return code.decode("utf-8", "surrogatepass") if len(code) <= LIMITS.inline_bytes else None
-        return None
+    def _atom(self, code: bytes) -> Value:
+        """Return the integer of `code`, or the text that it reads from the memo. Otherwise return None."""
+        value = self._value(code)
+        return None if isinstance(value, Node) else value
 
     def _value(self, code: bytes) -> Value:
         """Return the integer of `code`, or the node or text that it reads from the memo. Otherwise return None."""
@@ -320,7 +309,7 @@ class _Item:
                 slot += 1
             self.program += code
         self.program += CODES["TUPLE2"] + CODES["STOP"]
-        self.pattern = _Pattern((*spelled,), (*free,), fixed, slots, texts, memoized, len(opcodes), [], {}, {})
+        self.pattern = _Pattern((*spelled,), (*free,), fixed, slots, texts, memoized, len(opcodes), [], {})
 
     def form(self, root: Value) -> _Form | None:
         """Return the form of the item. None if a free value is not that of an attribute, or not the key.
@@ -347,6 +336,13 @@ class _Item:
             changed |= {id(pair[found[0]]), *map(id, states[found[0]])}
         parts = [self.memo[i] for i in range(self.puts)]
         return _Form(pair, key, names, [None if id(part) in changed else part for part in parts])
+
+
+def _text(data: bytes) -> str | None:
+    """Return the text `data`. Return None if it is not UTF-8, or too long."""
+    with suppress(UnicodeDecodeError):
+        return data.decode("utf-8", "surrogatepass") if len(data) <= LIMITS.inline_bytes else None
+    return None
 
 
 def _free_name(opcodes: list[tuple[str, bytes, Value]], i: int, names: Collection[str]) -> str | None:
