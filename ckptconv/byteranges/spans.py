@@ -293,7 +293,7 @@ class Gather(Piece):
         return self.of if isinstance(self.of, Inflate) else None
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True, slots=True)  # not frozen, as above
 class ChunkPlacement:
     """A rectangular block of a tensor, all of it in the range `of`.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
-from operator import mul
+from operator import attrgetter, mul
 from pathlib import Path
 
 from ckptconv.byteranges.sources import BytesSource
@@ -37,21 +38,20 @@ def assembled(
     length = prod(shape) * itemsize
     if not length:
         return ByteRange(BytesSource(b"", path), 0, 0)
-    filled = sorted(
-        (placement for placement in placements if placement.of.length), key=lambda placement: placement.offsets
-    )
-    if all(_is_run(placement, shape) for placement in filled):
+    filled = sorted([each for each in placements if each.of.length], key=attrgetter("offsets"))
+    if all(_is_run(each.sizes, each.stride, shape) for each in filled):
         parts = tuple(placement.of for placement in filled)
         return parts[0] if len(parts) == 1 and not verified else Concat(parts, None, length, verified)
     return Assemble(tuple(filled), shape, itemsize, length, verified)
 
 
-def _is_run(placement: ChunkPlacement, shape: _Shape) -> bool:
-    """Return whether the elements of `placement` are consecutive, both in the file and in a tensor of `shape`."""
-    if placement.stride != row_major(placement.sizes):
+@lru_cache(maxsize=64)  # many tensors are divided in the same way
+def _is_run(sizes: _Shape, stride: _Shape, shape: _Shape) -> bool:
+    """Return whether the elements of a block are consecutive, both in the file and in a tensor of `shape`."""
+    if stride != row_major(sizes):
         return False
-    cut = [d for d in range(len(shape)) if placement.sizes[d] != shape[d]]
-    return not cut or prod(placement.sizes[: cut[-1]]) == 1
+    cut = [d for d in range(len(shape)) if sizes[d] != shape[d]]
+    return not cut or prod(sizes[: cut[-1]]) == 1
 
 
 def blocks_of(info: TensorInfo, shape: _Shape, stride: _Shape) -> list[ChunkPlacement] | None:

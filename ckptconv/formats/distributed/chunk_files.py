@@ -6,11 +6,14 @@ checksum, and in the serialization id. All other bytes are compared with those o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from operator import itemgetter
+from struct import Struct
 from typing import NamedTuple
 
 from ckptconv.byteranges.fault_sink import UnreadRecord
-from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
+from ckptconv.byteranges.sources import Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Data, Inflate
 from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.model import Checkpoint
@@ -25,7 +28,6 @@ from ckptconv.formats.zip_archive import (
     LOCAL_CRC32,
     Archive,
 )
-from ckptconv.light_dataclass import dataclass
 
 _ID = ".data/serialization_id"
 _MOST = 16  # files of one size that are remembered
@@ -44,7 +46,7 @@ class ChunkFile(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """A record that may differ: its position in the file, and the two positions of its checksum in ``_Known.rest``."""
+    """A record that may differ: its position in the file, and the two fields with its checksum."""
 
     offset: int
     length: int
@@ -52,37 +54,24 @@ class _Record(NamedTuple):
     in_entry: int
 
 
-@dataclass(frozen=True)
-class _Known:
+class _Known(NamedTuple):
     """A file that was parsed, with which other files are compared.
 
     Attributes:
-        rest: The bytes before and after its storage, with zeros at `blanks`.
+        fields: Splits the bytes of a file into fields, and skips the storage.
+        around: The same for the bytes before and after the storage.
+        equal: Returns the fields that do not differ. The others are checksums, and the serialization id.
+        expected: The values of these fields.
         records: The records that may differ, the storage first.
-        blanks: The slices of `rest` that may differ.
         file: The content of the file.
     """
 
-    rest: bytes
+    fields: Struct
+    around: Struct
+    equal: Callable[[tuple[bytes, ...]], tuple[bytes, ...]]
+    expected: tuple[bytes, ...]
     records: list[_Record]
-    blanks: list[slice]
     file: ChunkFile
-
-    def records_of(self, window: SliceSource, reader: SliceSource) -> list[ByteRange] | None:
-        """Return the ranges of the records in `window`, a file of the same size, with their checksums.
-
-        Return None if the two checksums of a record differ, or if `window` differs from the known file in other bytes.
-        The bytes are read through `reader`.
-        """
-        rest = _without(reader, *self.records[0][:2])
-        if any(rest[a : a + 4] != rest[b : b + 4] for _, _, a, b in self.records):
-            return None
-        if _blanked(rest, self.blanks) != self.rest:
-            return None
-        return [
-            ByteRange(window.of, window.offset + at, length, int.from_bytes(rest[a : a + 4], "little"))
-            for at, length, a, _ in self.records
-        ]
 
 
 class ChunkFiles:
@@ -90,7 +79,7 @@ class ChunkFiles:
 
     def __init__(self) -> None:
         self._known: dict[int, list[_Known]] = {}  # by the size of the file
-        self._ahead: dict[Readable, tuple[int, Readable]] = {}  # for each source: bytes after the last file, and where
+        self._ahead: dict[Readable, tuple[int, bytes]] = {}  # for each source: bytes after the last file, and where
 
     def read(self, window: SliceSource) -> ChunkFile:
         """Return the content of the file in `window`.
@@ -100,11 +89,16 @@ class ChunkFiles:
         merged.
         """
         known = self._known.setdefault(window.size, [])
+        held, at = self._read_ahead(window) if known else (None, 0)
         for like in known:
-            records = like.records_of(window, self._read_ahead(window))
-            if records is not None:
-                window.faults.unread(UnreadRecord(f"{window.path} at byte {span.offset:,}", span) for span in records)
-                return like.file._replace(data=records[0])
+            if held is None:
+                fields = like.around.unpack(_without(window, *like.records[0][:2]))
+            else:
+                fields = like.fields.unpack_from(held, at)
+            if like.equal(fields) == like.expected and all(fields[a] == fields[b] for _, _, a, b in like.records):
+                found = (_range_of(window, record, fields) for record in like.records)
+                window.faults.unread(UnreadRecord(f"{window.path} at byte {span.offset:,}", span) for span in found)
+                return ChunkFile(like.file.info, _range_of(window, like.records[0], fields), like.file.is_little_endian)
         checkpoint = torch_zip.read_inner(window)
         graph = checkpoint.graph
         unknown = [node for node in graph.globals if not is_allowed(node)]
@@ -123,20 +117,23 @@ class ChunkFiles:
             known.append(new)
         return file
 
-    def _read_ahead(self, window: SliceSource) -> SliceSource:
-        """Return the bytes of `window` in memory if it is small. The files after it are read, too."""
-        source = window.of
+    def _read_ahead(self, window: SliceSource) -> tuple[bytes | None, int]:
+        """Return bytes that contain `window`, and its position in them, if it is small. Otherwise return None and 0.
+
+        The files after it are read, too.
+        """
+        source, start = window.of, window.offset
         if window.size > _AHEAD // 8 or source.is_far:
-            return window
-        start, held = self._ahead.get(source, (0, source))
-        if held is source or not start <= window.offset <= start + held.size - window.size:
-            start = window.offset
+            return None, 0
+        first, held = self._ahead.get(source, (0, b""))
+        if not first <= start <= first + len(held) - window.size:
+            first = start
             try:
-                held = BytesSource(source.read(start, min(_AHEAD, source.size - start)), source.path)
+                held = source.read(start, min(_AHEAD, source.size - start))
             except InputError:  # perhaps only a later file is unreadable
-                return window
-            self._ahead[source] = start, held
-        return SliceSource(held, window.offset - start, window.size)
+                return None, 0
+            self._ahead[source] = first, held
+        return held, start - first
 
 
 def where_of(window: SliceSource) -> str:
@@ -167,37 +164,40 @@ def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: SliceSource) ->
     start, length = file.data.offset - window.offset, file.data.length
     members = archive.names
     storage = next((member for member in members.values() if member.data_start() == start and member.size), None)
-    records: list[_Record] = []
-    blanks: list[slice] = []
-
-    def in_rest(at: int) -> int:
-        """Return the position `at` of the file, which is not in the storage, in the bytes around the storage."""
-        return at if at < start else at - length
-
+    if storage is None:
+        return None
+    cuts = {start: length}  # all that can differ
+    sums: list[tuple[int, int, int, int]] = []
     for member in filter(None, [storage, members.get(_ID)]):
         at, offset = member.header_offset + LOCAL_CRC32, member.data_start()
         if member.flags & HAS_DESCRIPTOR:
             at = offset + member.stored_size + len(DESCRIPTOR)
             if window.read(at - len(DESCRIPTOR), len(DESCRIPTOR)) != DESCRIPTOR:
                 return None
-        records.append(_Record(offset, member.size, in_rest(at), in_rest(member.entry_offset + CENTRAL_CRC32)))
-        blanks += [slice(place, place + 4) for place in records[-1][2:]]
-        if member is not storage:
-            blanks.append(slice(in_rest(offset), in_rest(offset) + member.size))
-    if storage is None:
-        return None
-    return _Known(_blanked(_without(window, start, length), blanks), records, blanks, file)
+        sums.append((offset, member.size, at, member.entry_offset + CENTRAL_CRC32))
+        cuts |= {offset: member.size, at: 4, member.entry_offset + CENTRAL_CRC32: 4}
+    layout, equal, number, n, end = "=", list[int](), dict[int, int](), 0, 0
+    for at in [*sorted(cuts), window.size]:
+        if at < end:
+            return None
+        layout += f"{at - end}s"
+        equal.append(n)
+        number[at] = n + 1
+        n += 1 if at == start else 2
+        layout += f"{cuts.get(at, 0)}{'x' if at == start else 's'}"
+        end = at + cuts.get(at, 0)
+    around, pick = Struct(layout.replace(f"s{length}x", "s")), itemgetter(*equal)
+    records = [_Record(offset, size, number[a], number[b]) for offset, size, a, b in sums]
+    return _Known(Struct(layout), around, pick, pick(around.unpack(_without(window, start, length))), records, file)
+
+
+def _range_of(window: SliceSource, record: _Record, fields: tuple[bytes, ...]) -> ByteRange:
+    """Return the range of `record` in the file `window` with these `fields`, with its checksum."""
+    crc32 = int.from_bytes(fields[record.in_header], "little")
+    return ByteRange(window.of, window.offset + record.offset, record.length, crc32)
 
 
 def _without(window: SliceSource, start: int, length: int) -> bytes:
     """Return the bytes of `window` before and after the `length` bytes at `start`."""
     end = start + length
     return window.read(0, start) + window.read(end, window.size - end)
-
-
-def _blanked(data: bytes, blanks: list[slice]) -> bytes:
-    """Return `data` with zeros at `blanks`."""
-    out = bytearray(data)
-    for blank in blanks:
-        out[blank] = bytes(blank.stop - blank.start)
-    return bytes(out)

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import zip_longest
 from math import prod
 from operator import is_not
 from pathlib import Path
+from typing import TypeVar
 
 from ckptconv.byteranges.sources import Readable, SliceSource, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
@@ -47,6 +47,7 @@ _OWN_METADATA = regex(r"__[0-9]+\.metadata")
 _OF_RANK = regex(r"__[0-9]+_[0-9]+\.distcp")
 _SUFFIX = ".distcp"
 _HEAD, _TAIL = 1 << 10, 2 << 10  # bytes of a tensor's file before its storage, and after it
+_T = TypeVar("_T")
 _COPY = "copy the whole folder: each process of the run wrote files of its own"
 
 
@@ -290,8 +291,7 @@ class _Reader:
         if name == megatron.COMMON and name in self.of_megatron:
             return self.merger.take(self.read_file(self.folder.open(name)), in_order=True)
         window = self.window(name, None)
-        with _about(name, window):
-            part = torch_zip.read_inner(window)
+        part = _read_about(name, window, torch_zip.read_inner)
         for storage in part.storages.values():
             storage.data = in_file(storage.data, window)
         return self.merger.take(part, in_order=True)
@@ -335,8 +335,7 @@ class _Reader:
         that fills its storage, and InputError if the file cannot be read. `name` is for errors.
         """
         window = self.window(name, chunk.offsets)
-        with _about(name, window):
-            file = self.chunk_files.read(window)
+        file = _read_about(name, window, self.chunk_files.read)
         info, data = file.info, file.data
         known = (info, item.dtype.name, chunk.sizes, file.is_little_endian)
         if info and isinstance(data, ByteRange) and known in self.strides:  # files that are alike have one info
@@ -366,13 +365,12 @@ class _Reader:
         return ChunkPlacement(data, chunk.offsets, chunk.sizes, stride), info
 
 
-@contextmanager
-def _about(name: str, window: SliceSource) -> Iterator[None]:
-    """Make errors and faults in the ``with`` block name the item `name` and its position, `window`."""
+def _read_about(name: str, window: SliceSource, read: Callable[[SliceSource], _T]) -> _T:
+    """Return ``read(window)``. Make errors and faults name the item `name` and its position."""
     part = f"{name!r}, stored at byte {window.offset:,}"
     window.faults = window.faults.about(part)
     try:
-        yield
+        return read(window)
     except InputError as error:
         error.what = f"{part}: " + error.what
         raise
