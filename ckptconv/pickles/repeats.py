@@ -201,16 +201,16 @@ class RepeatMachine(RowMachine):
 
     def _atom(self, code: bytes) -> Value:
         """Return the integer of `code`, or the text that it reads from the memo. Otherwise return None."""
+        if code[:1] not in b"hj":
+            return int.from_bytes(code[1:], "little", signed=code[:1] == b"J")
         value = self._value(code)
         return None if isinstance(value, Node) else value
 
     def _value(self, code: bytes) -> Value:
-        """Return the integer of `code`, or the node or text that it reads from the memo. Otherwise return None."""
-        number = int.from_bytes(code[1:], "little", signed=code[:1] == b"J")
-        if code[:1] not in b"hj":
-            return number
-        value = self.memo.get(number)
-        value = self._in_row(number) if value is None else value
+        """Return the node or text that `code` reads from the memo. Otherwise return None."""
+        slot = int.from_bytes(code[1:], "little")
+        value = self.memo.get(slot)
+        value = self._in_row(slot) if value is None else value
         return value if isinstance(value, (Node, str)) else None
 
     def _learn_item(self, code: bytes) -> None:
@@ -224,7 +224,7 @@ class RepeatMachine(RowMachine):
             start, kind, at = at, found.lastgroup or "", found.end()
             if kind == "text":
                 at += int.from_bytes(found[0][1:], "little")
-            value = self._value(found[0]) if kind in ("int", "get") else None
+            value = self._value(found[0]) if kind == "get" else None
             if kind == "get" and value is None:
                 return
             opcodes.append((kind, code[start:at], value))
@@ -265,7 +265,7 @@ class _Item:
     In the program, the slots of puts are counted from 0, and values from the memo are in the slots after them.
 
     Args:
-        opcodes: For each opcode its kind, its code, and the value of an integer or of a read from the memo.
+        opcodes: For each opcode its kind, its code, and the value of a read from the memo.
         names: The names of attributes that may differ.
     """
 

@@ -6,11 +6,11 @@ checksum, and in the serialization id. All other bytes are compared with those o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import itemgetter
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ckptconv.byteranges.fault_sink import UnreadRecord
 from ckptconv.byteranges.sources import Readable, SliceSource
@@ -45,13 +45,16 @@ class ChunkFile(NamedTuple):
     is_little_endian: bool
 
 
+#: Returns the values of some of the fields into which a file was split.
+_Pick: TypeAlias = "Callable[[tuple[bytes, ...]], object]"
+
+
 class _Record(NamedTuple):
-    """A record that may differ: its position in the file, and the two fields with its checksum."""
+    """A record that may differ: its position in the file, and the field with its checksum."""
 
     offset: int
     length: int
-    in_header: int
-    in_entry: int
+    field: int
 
 
 class _Known(NamedTuple):
@@ -62,14 +65,18 @@ class _Known(NamedTuple):
         around: The same for the bytes before and after the storage.
         equal: Returns the fields that do not differ. The others are checksums, and the serialization id.
         expected: The values of these fields.
+        sums: Returns the checksums of the records that may differ, as stored next to the records.
+        again: Returns the same checksums, as stored in the directory.
         records: The records that may differ, the storage first.
         file: The content of the file.
     """
 
     fields: Struct
     around: Struct
-    equal: Callable[[tuple[bytes, ...]], tuple[bytes, ...]]
-    expected: tuple[bytes, ...]
+    equal: _Pick
+    expected: object
+    sums: _Pick
+    again: _Pick
     records: list[_Record]
     file: ChunkFile
 
@@ -95,9 +102,8 @@ class ChunkFiles:
                 fields = like.around.unpack(_without(window, *like.records[0][:2]))
             else:
                 fields = like.fields.unpack_from(held, at)
-            if like.equal(fields) == like.expected and all(fields[a] == fields[b] for _, _, a, b in like.records):
-                found = (_range_of(window, record, fields) for record in like.records)
-                window.faults.unread(UnreadRecord(f"{window.path} at byte {span.offset:,}", span) for span in found)
+            if like.equal(fields) == like.expected and like.sums(fields) == like.again(fields):
+                window.faults.unread(_unread(window, like, fields))
                 return ChunkFile(like.file.info, _range_of(window, like.records[0], fields), like.file.is_little_endian)
         checkpoint = torch_zip.read_inner(window)
         graph = checkpoint.graph
@@ -187,13 +193,22 @@ def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: SliceSource) ->
         layout += f"{cuts.get(at, 0)}{'x' if at == start else 's'}"
         end = at + cuts.get(at, 0)
     around, pick = Struct(layout.replace(f"s{length}x", "s")), itemgetter(*equal)
-    records = [_Record(offset, size, number[a], number[b]) for offset, size, a, b in sums]
-    return _Known(Struct(layout), around, pick, pick(around.unpack(_without(window, start, length))), records, file)
+    records = [_Record(offset, size, number[a]) for offset, size, a, _ in sums]
+    own, again = (itemgetter(*(number[each[i]] for each in sums)) for i in (2, 3))
+    expected = pick(around.unpack(_without(window, start, length)))
+    return _Known(Struct(layout), around, pick, expected, own, again, records, file)
+
+
+def _unread(window: SliceSource, like: _Known, fields: tuple[bytes, ...]) -> Iterator[UnreadRecord]:
+    """Yield the records of the file `window`, which is like the known file `like` and has these `fields`."""
+    for record in like.records:
+        span = _range_of(window, record, fields)
+        yield UnreadRecord(f"{window.path} at byte {span.offset:,}", span)
 
 
 def _range_of(window: SliceSource, record: _Record, fields: tuple[bytes, ...]) -> ByteRange:
     """Return the range of `record` in the file `window` with these `fields`, with its checksum."""
-    crc32 = int.from_bytes(fields[record.in_header], "little")
+    crc32 = int.from_bytes(fields[record.field], "little")
     return ByteRange(window.of, window.offset + record.offset, record.length, crc32)
 
 

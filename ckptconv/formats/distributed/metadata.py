@@ -455,7 +455,7 @@ class _Reader:
                 hint="load it with torch.distributed.checkpoint and the extension that wrote it, and save it again"
                 " without _extensions",
             )
-        file, offset, length = (fields.get(field) for field in ("relative_path", "offset", "length"))
+        file, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
         if not isinstance(file, str) or not stays_inside(file, folders=True):
             self.fail(
                 f"the file of {name!r} is not a path inside the folder",
@@ -525,9 +525,10 @@ class _Reader:
         Raises the errors of :meth:`state`.
         """
         if isinstance(node, Like):
-            if (id(node.like), cls) not in self._fields:
-                self._fields[id(node.like), cls] = self.object(node.like, cls, *others)
-            return self._fields[id(node.like), cls] | node.changed
+            known = self._fields.get((id(node.like), cls))
+            if known is None:
+                self._fields[id(node.like), cls] = known = self.object(node.like, cls, *others)
+            return known | node.changed
         state = self.state(node, cls, *others)
         if state is None:
             return {}

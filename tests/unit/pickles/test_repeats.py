@@ -44,6 +44,7 @@ def _metadata(random: Random) -> Metadata:
     items: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     at = Counter[int]()
+    files = [f"__{rank}_0.distcp" for rank in range(ranks)]  # all positions in a file share its name, as in a run
     for name in names:
         if random.random() < 0.05:
             items[name] = BytesStorageMetadata()
@@ -58,9 +59,10 @@ def _metadata(random: Random) -> Metadata:
             offsets = torch.Size((rank * rows, *(0 for _ in shape[1:])) if shape else ())
             sizes = torch.Size((rows, *shape[1:]) if shape else ())
             chunks.append(ChunkStorageMetadata(offsets, sizes))
-            index = MetadataIndex(name, offsets if random.random() < 0.5 else torch.Size(offsets), rank)
+            own = name[:1] + name[1:] if random.random() < 0.5 else name  # each process of a run has its own text
+            index = MetadataIndex(own, offsets if random.random() < 0.5 else torch.Size(offsets), rank)
             length = random.choice((100, 100, 70_000))
-            stored[index] = _StorageInfo(f"__{rank}_0.distcp", at[rank], length)
+            stored[index] = _StorageInfo(files[rank], at[rank], length)
             at[rank] += length
         dtype = random.choice((torch.float32, torch.float32, torch.bfloat16))
         size = one.get(shape, torch.Size(shape))
