@@ -222,16 +222,18 @@ class RepeatMachine(RowMachine):
             if found is None:
                 return
             start, kind, at = at, found.lastgroup or "", found.end()
+            if kind == "text" and opcodes and opcodes[-1][2] not in self._free:
+                return
             if kind == "text":
                 at += int.from_bytes(found[0][1:], "little")
             value = self._value(found[0]) if kind == "get" else None
             if kind == "get" and value is None:
                 return
             opcodes.append((kind, code[start:at], value))
-        item = _Item(opcodes, self._free)
-        if not item.puts or len(item.pattern.texts) < sum(kind == "text" for kind, _, _ in opcodes):
+        if all(kind != "put" for kind, _, _ in opcodes):
             return
         self._steps += _LEARNING * len(code)
+        item = _Item(opcodes, self._free)
         machine = PickleMachine(lambda at, n: item.program[at : at + n], len(item.program), self.where, 0)
         machine.memo = item.memo
         with suppress(InputError):
@@ -291,7 +293,7 @@ class _Item:
                 groups += not is_short
                 code = CODES["LONG_BINPUT"] + self.puts.to_bytes(4, "little")
                 self.puts += 1
-            elif kind == "text" and name is not None:
+            elif kind == "text":
                 spelled[-1] += b"X...." if code.startswith(b"X") else b"\x8c."
                 spelled.append(b"")
                 texts.append(self.puts if opcodes[i + 1 : i + 2] and opcodes[i + 1][0] == "put" else None)
