@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
-from ckptconv.errors import LimitError, UnsupportedError
+from ckptconv.errors import InputError, LimitError, UnsupportedError
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
@@ -70,7 +70,7 @@ def parse(
     if free:
         from ckptconv.pickles.repeats import RepeatedError, RepeatMachine  # lazily, for start-up
 
-        with suppress(RepeatedError):
+        with suppress(RepeatedError, InputError):  # an error may be about a Like; the next machine has its own
             repeats = RepeatMachine(read, size, where, offset, free)
             return repeats.load(DISPATCH), repeats.tell()
     machine = PickleMachine(read, size, where, offset, leave) if leave else RowMachine(read, size, where, offset)
