@@ -651,6 +651,8 @@ class _Downloaded(OpenFile):
             with self._progress(length) as tick:
                 for chunk in chunks:
                     if done >= due:
+                        if done:  # what is compressed can be a thousand times as large as what is announced
+                            self._check_room(length - done if length > done else POLICY.part)
                         due, limit.at = done + POLICY.part, time.monotonic() + POLICY.deadline
                     if time.monotonic() > limit.at:
                         raise Transient(f"the server is too slow: {done:,} bytes came")

@@ -210,6 +210,23 @@ def test_lies(
     assert left_in(tmp_path) == []
 
 
+def test_data_that_inflates_beyond_the_free_space(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forty kilobytes that become forty megabytes: the download ends while a part of 8 MiB still fits."""
+    asked: list[int] = []
+
+    def free_space(_: Path, fd: int) -> int:
+        asked.append(os.fstat(fd).st_size)
+        return (20 << 20) - asked[-1]
+
+    monkeypatch.setattr("ckptconv.system.calls.free_space", free_space)
+    server.lie = lambda it: zipped(it, body=lambda _: gzip.compress(bytes(40 << 20)))
+    with pytest.raises(OutputError, match=r"not enough free space for the download \(expected 8,388,608 bytes"):
+        ckptconv.convert(server.url("a.pt"), tmp_path / "a.pt", download=True)
+    assert left_in(tmp_path) == [] and 0 < max(asked) <= 20 << 20
+
+
 def test_a_cut_that_passes(server: FileServer, tmp_path: Path) -> None:
     """It is downloaded anew, and what came before is not in it."""
     server.lie = lambda it: cut(it) if it.number == 1 else whole(it)
