@@ -40,6 +40,7 @@ from ckptconv.work import seen, work
 METADATA = "__metadata__"
 _LENGTH = 8  # bytes of the integer before the header
 _FIELDS = ("dtype", "shape", "data_offsets")
+_FIELD_SET = {*_FIELDS}
 _SPACES = b" \t\r\n"  # spaces in JSON; some files have spaces before the brace
 _ALIGNMENT = 8
 _WINDOW = 1024  # bytes of JSON
@@ -243,9 +244,9 @@ class _Reader(StrictJson):
 
     def integer(self, digits: str) -> int:
         """Return the integer written as `digits`. Raises MalformedError if it is negative or at least 2^64."""
-        if digits[0] == "-" or len(digits) > 20 or int(digits) >= LIMITS.header_number:
+        if len(digits) > 20 or not 0 <= (number := int(digits)) < LIMITS.header_number or digits[0] == "-":
             self.fail("a number is negative or too large", expected="0 to 2^64 - 1", got=digits)
-        return int(digits)
+        return number
 
     def number(self, digits: str) -> NoReturn:
         """Raise MalformedError: a header contains no numbers with a fraction or an exponent."""
@@ -270,10 +271,10 @@ class _Reader(StrictJson):
         Raises MalformedError if a field is wrong or the number of bytes does not fit the shape, and UnsupportedError if
         the dtype or a field is unknown.
         """
-        if not isinstance(value, dict) or not value.keys() >= {*_FIELDS}:
+        if not isinstance(value, dict) or not value.keys() >= _FIELD_SET:
             got = ", ".join(value) if isinstance(value, dict) else type(value).__name__
             self.fail(f"{name!r} does not describe a tensor", expected=", ".join(_FIELDS), got=got)
-        if more := value.keys() - {*_FIELDS}:
+        if len(value) > len(_FIELDS) and (more := value.keys() - _FIELD_SET):
             what = f"{name!r} has fields that are not known to this version"
             raise UnsupportedError(what, where=self.where, got=some(sorted(more)))
         word, shape, offsets = (value[field] for field in _FIELDS)

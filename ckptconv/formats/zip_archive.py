@@ -19,10 +19,10 @@ for them.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, sub
 from typing import NamedTuple
 
 from ckptconv.byteranges.fault_sink import UnreadRecord
@@ -36,6 +36,7 @@ from ckptconv.work import seen
 LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END, ZIP64_END, ZIP64_LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_PLAIN = struct.Struct("<4s2xHH4xIIIHH")  # without the version and the time
 CENTRAL_FIELDS = struct.Struct("<4sHHHHHHIIIHHHHHII")
 LOCAL_CRC32, CENTRAL_CRC32 = 14, 16  # offsets in the local header, and in an entry of the central directory
 _DESCRIPTOR, _PADDING = struct.Struct("<4sIII"), struct.Struct("<HH")
@@ -56,7 +57,6 @@ _FOLDER = 0x10  # among the external attributes
 STORED, DEFLATED = 0, 8
 _AHEAD = 4096  # bytes read at once for headers: small members are close to each other
 _ALIKE = 1 << 18  # bytes of a directory read at once
-_UNSAID = bytes(12)  # the numbers of a local header if the descriptor contains them
 
 
 class Member(NamedTuple):
@@ -225,14 +225,13 @@ def read_archive(
     members = []
     broken = set()
     at = 0
-    for entry, following in zip(seen("members", entries, len(entries)), ends, strict=False):
+    places = _plain_places(window, entries, ends, is_large)
+    for entry, following, place in zip(seen("members", entries, len(entries)), ends, places, strict=False):
         if entry.header_offset != at:
             what, expected = "zip members overlap or leave a gap", f"{entry.name!r} at {at}"
             report(_bad(source, entry.header_offset, what, expected, entry.header_offset))
         try:
-            data_offset = None
-            if not (source.skims and _is_spared(entry, following, is_large)):
-                data_offset = _plain_place(window, entry, following) or _placed(window, entry, following)
+            data_offset = _placed(window, entry, following) if place == 0 else place
             members.append(Member._make((*entry[:9], has_checksums, data_offset, following)))
         except InputError as error:
             report(error)
@@ -534,6 +533,11 @@ def _check_names(source: Readable, members: list[Member], root: str) -> list[Mem
     """
     seen: dict[str, Member] = {}
     inside = f"{root}/"
+    names = [member.name for member in members]
+    text = "".join(names)
+    are_plain = root and all(name.startswith(inside) for name in names) and not any(map(text.count, ("..", "//", "\0")))
+    if are_plain and len({*map(str.casefold, names)}) == len(names):
+        return members
     for member in members:
         name = member.name
         expected: str | None = None
@@ -552,26 +556,67 @@ def _check_names(source: Readable, members: list[Member], root: str) -> list[Mem
 # Local headers and descriptors
 
 
-def _plain_place(window: _Window, entry: Member, following: int) -> int:
-    """Return the position of the data of `entry` if its header and descriptor have torch's form, else 0."""
-    name, flags, method, crc32, stored_size, size, at = entry[1:8]
-    raw_name = name.encode()
-    n = len(raw_name)
-    form = _with_name("<4s2xHH4x12sHH", n)
-    if following - at < form.size + 4:
-        return 0
-    header = window.read(at, form.size + 4)
-    *fields, n_extra, local_name = form.unpack_from(header)
-    if fields != [LOCAL, flags, method, _UNSAID, n] or local_name != raw_name:
-        return 0
-    data_offset: int = at + form.size + n_extra
-    end = data_offset + stored_size
-    if n_extra < 4 or header[-4:] != _PADDING.pack(PADDING_EXTRA, n_extra - 4) or following - end != _DESCRIPTOR.size:
-        return 0
-    if not flags & HAS_DESCRIPTOR or max(size, stored_size) >= ONES32:
-        return 0
-    descriptor = _DESCRIPTOR.pack(DESCRIPTOR, crc32, stored_size, size)
-    return data_offset if window.read(end, _DESCRIPTOR.size) == descriptor else 0
+def _plain_places(
+    window: _Window, entries: list[Member], ends: list[int], is_large: Callable[[str], bool] | None
+) -> Iterator[int | None]:
+    """Yield the position of the data of each of `entries`, which end at `ends`.
+
+    Yield 0 if the header is not plain, and None if the caller should leave it unread. Headers of consecutive small
+    members are compared at once.
+    """
+    source = window.source
+    at, alike = 0, 1
+    while at < len(entries):
+        alike = min(alike, len(entries) - at)
+        region = ends[at + alike - 1] - entries[at].header_offset
+        if source.is_far or region > min(_ALIKE, alike * _AHEAD):  # do not read the data of large members
+            alike = 1
+        if source.skims and _is_spared(entries[at], ends[at], is_large):
+            yield None
+            at += 1
+            continue
+        found = _plain(window, entries[at : at + alike], ends[at : at + alike])
+        if found or alike == 1:
+            yield from found or (0,)
+            at += alike
+        alike = 2 * alike if found else 1
+
+
+def _plain(window: _Window, entries: list[Member], ends: list[int]) -> list[int]:
+    """Return the positions of the data of `entries`, which end at `ends`, if their headers have the usual form.
+
+    That is a local header with the name, padding and, if there is no descriptor, the numbers of the entry. Otherwise
+    return an empty list.
+    """
+    _, names, flags, methods, sums, stored, sizes, offsets, *_ = zip(*entries, strict=True)
+    tail = _DESCRIPTOR.size if flags[0] & HAS_DESCRIPTOR else 0
+    raw_names = [*map(str.encode, names)]
+    start, lengths = offsets[0], [*map(len, raw_names)]
+    starts = [at - start for at in offsets]
+    paddings = [at + LOCAL_SIZE + length for at, length in zip(starts, lengths, strict=True)]
+    tails = [end - start - tail for end in ends]
+    places = [*map(sub, tails, stored)]
+    extras = [*map(sub, places, paddings)]
+    if len({*flags}) > 1 or min(extras) < _PADDING.size or max(*sizes, *stored) >= ONES32:
+        return []
+    if len(entries) > 1:
+        data = window.read(start, ends[-1] - start)
+    else:
+        data = window.read(start, paddings[0] + _PADDING.size)
+        data, tails = data + (window.read(start + tails[0], tail) if tail else b""), [len(data)]
+
+    def is_at(form: struct.Struct, at: list[int], *columns: Iterable[object]) -> bool:
+        return [*map(form.unpack_from, repeat(data), at)] == [*zip(*columns, strict=False)]
+
+    numbers = [repeat(0)] * 3 if tail else [sums, stored, sizes]
+    if (
+        is_at(_PLAIN, starts, repeat(LOCAL), flags, methods, *numbers, lengths, extras)
+        and [data[padding - length : padding] for padding, length in zip(paddings, lengths, strict=True)] == raw_names
+        and is_at(_PADDING, paddings, repeat(PADDING_EXTRA), [extra - _PADDING.size for extra in extras])
+        and (not tail or is_at(_DESCRIPTOR, tails, repeat(DESCRIPTOR), sums, stored, sizes))
+    ):
+        return [start + place for place in places]
+    return []
 
 
 def _placed(window: _Window, entry: Member, following: int) -> int:
