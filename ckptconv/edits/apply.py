@@ -50,6 +50,8 @@ def apply(
     optimizers = partial(Followers, checkpoint, in_order=edits.optimizer_order == "model", model=model)
     changes = _select(checkpoint, edits, optimizers, is_emitted=is_emitted)
     refuse_different(checkpoint)
+    if edits == Edits():
+        return changes
     detected = checkpoint.detected
     # before the names are edited: after that, all places would have to be found again
     about_kept = about_kept_devices(checkpoint, edits.devices) if edits.devices else []
@@ -77,9 +79,8 @@ def apply(
     if edits.devices:
         retag(checkpoint, edits.devices, detected.rng_storages, changes)
         changes.notes += about_kept
-        changes.rng_states = [
-            info.path for info in detected.rng_states if info.storage and info.storage.device == "cpu"
-        ]
+        states = detected.rng_states
+        changes.rng_states = [info.path for info in states if info.storage and info.storage.device == "cpu"]
     if edits.loadable or edits.loadable_objects:
         make_loadable(checkpoint, changes, objects=edits.loadable_objects)
     if edits.compact:

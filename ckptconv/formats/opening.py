@@ -193,8 +193,10 @@ def checked_part(source: _R) -> _R:
     return source
 
 
-def read(source: Readable) -> Checkpoint:
+def read(source: Readable, like: Checkpoint | None = None) -> Checkpoint:
     """Return the checkpoint in `source`, a file or folder of any format.
+
+    If its pickle equals that of `like`, both checkpoints use the same nodes. Neither may be edited then.
 
     Raises UnsupportedError if it is not a checkpoint (the error names its format), and the errors of the format's
     reader.
@@ -207,7 +209,7 @@ def read(source: Readable) -> Checkpoint:
                 raise folder_error(source.path)
             checkpoint = folder_reader.read(source, read_part)
         else:
-            checkpoint = read_file(source)
+            checkpoint = read_file(source, like)
     except InputError as error:
         error.hint = unfinished or error.hint
         error.where = source.path if error.where is None else error.where
@@ -256,15 +258,15 @@ def folder_format(source: SourceFolder) -> FolderFormat | None:
     return next((format_ for format_ in _folder_formats() if format_.looks_like(source)), None)
 
 
-def read_file(source: Readable) -> Checkpoint:
-    """Return the checkpoint in the file `source`.
+def read_file(source: Readable, like: Checkpoint | None = None) -> Checkpoint:
+    """Return the checkpoint in the file `source`. `like` is as for :func:`read`.
 
     Raises the same errors as :func:`read`, and MalformedError if another program could read the file as something else.
     """
     format_ = _format_of(source)
     if format_:
         refuse_two_readings(source, format_.NAME)
-    checkpoint = _read_as(source, format_)
+    checkpoint = _read_as(source, format_, like)
     is_part = any(info.kind == "partial" for info in checkpoint.tensors.values())
     about = about_one(source.path) if is_part else about_part(source.path) if source.is_stored else None
     checkpoint.notes += [about] if about else []
@@ -292,8 +294,8 @@ def _format_of(source: Readable) -> Format | None:
     return plain_pickle if head and looks_like_pickle(source, head) else None
 
 
-def _read_as(source: Readable, format_: Format | None) -> Checkpoint:
-    """Return the checkpoint in the file `source`, read by `format_`.
+def _read_as(source: Readable, format_: Format | None, like: Checkpoint | None = None) -> Checkpoint:
+    """Return the checkpoint in the file `source`, read by `format_`. `like` is as for :func:`read`.
 
     If `format_` is None, raise an error that says what the file is.
     """
@@ -302,7 +304,7 @@ def _read_as(source: Readable, format_: Format | None) -> Checkpoint:
         raise part
     if format_:
         try:
-            checkpoint = format_.read(source)
+            checkpoint = torch_zip.read(source, like) if format_ is torch_zip else format_.read(source)
         except ExportedError as unread:
             from ckptconv.formats import exported
 

@@ -74,6 +74,7 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Graph
 from ckptconv.pickles.parser import parse
+from ckptconv.work import work
 
 NAME = WRITERS["pt"].name
 PICKLE = "data.pkl"
@@ -122,8 +123,10 @@ def is_program(checkpoint: Checkpoint) -> bool:
 # Reading
 
 
-def read(source: Readable) -> Checkpoint:
+def read(source: Readable, like: Checkpoint | None = None) -> Checkpoint:
     """Return the checkpoint in the zip archive `source`.
+
+    If its pickle equals that of `like`, an unchanged checkpoint, its graph consists of the same nodes.
 
     Raises:
         MalformedError: The archive or its pickle is damaged. Smaller defects are faults: a wrong record ``version`` or
@@ -136,8 +139,8 @@ def read(source: Readable) -> Checkpoint:
     except EndMissing as error:
         raise cut_short(source) from error
     names = archive.names
-    storages = [member for name, member in names.items() if _is_storage(name) and member.size]
-    is_unsummed = archive.has_checksums and storages and not any(member.crc32 for member in storages)
+    sums = (member.crc32 for name, member in names.items() if _is_storage(name) and member.size)
+    is_unsummed = archive.has_checksums and next(sums, 1) == 0 and not any(sums)
     if is_unsummed:
         # torch.serialization.skip_data writes neither checksums nor bytes of storages; other programs fill in the bytes
         members = (member._replace(checked=not (_is_storage(name) and member.size)) for name, member in names.items())
@@ -148,14 +151,15 @@ def read(source: Readable) -> Checkpoint:
     where = f"{source.path}: {PICKLE}"
     if archive.root + "/" + PICKLE in archive.broken or PICKLE not in names:
         raise MalformedError("the main pickle cannot be found", where=where)
-    graph, file = read_pickle(names[PICKLE])
+    graph, file = read_pickle(names[PICKLE], like if CONSTANTS not in names else None)
     modernize(graph)
     checkpoint = checkpoint_of(NAME, source, graph, archive, archive.records("data/"), where)
     checkpoint.blobs = file
+    used = {f"data/{key}" for key in checkpoint.storages}
     checkpoint.unused = [
         LeftBehind(name, member.size, "no tensor uses it")
         for name, member in names.items()
-        if name.removeprefix("data/") not in checkpoint.storages and _is_storage(name)
+        if name not in used and _is_storage(name)
     ]
     checkpoint.unused += [
         LeftBehind(name, names[name].size, SUPERSEDED) for name in _others(names) if _SUPERSEDED.fullmatch(name)
@@ -205,8 +209,8 @@ def read_inner(source: Readable) -> Checkpoint:
     return checkpoint
 
 
-def read_pickle(member: Member) -> tuple[Graph, Readable]:
-    """Return the graph of the pickle `member`, and the source of its bytes.
+def read_pickle(member: Member, like: Checkpoint | None = None) -> tuple[Graph, Readable]:
+    """Return the graph of the pickle `member`, and the source of its bytes. `like` is as for :func:`read`.
 
     That is the archive, or the inflated pickle in memory. A wrong checksum is a fault, and so are bytes after the end
     of the pickle.
@@ -219,12 +223,31 @@ def read_pickle(member: Member) -> tuple[Graph, Readable]:
     else:
         file = BytesSource(_inflated(member), source.path)
     source.faults.pickles(PickleSequence(where, SliceSource(file, start, size), 1))
+    if like and _has_pickle(like, member):
+        work().grant(size)
+        return replace(like.graph), file
     graph, end = parse(file.read, start + size, where=where, offset=start)
     if end != start + size:
         source.faults.found(
             MalformedError("bytes after the end of the pickle", where=where, expected=f"{end - start} bytes", got=size)
         )
     return graph, file
+
+
+def _has_pickle(checkpoint: Checkpoint, member: Member) -> bool:
+    """Return whether `checkpoint` was read from an archive whose pickle is equal to `member`, and at the same offset.
+
+    Nodes contain offsets of long texts. False for a program, for a deflated pickle and for remote files.
+    """
+    archive = checkpoint.container
+    other = archive.names.get(PICKLE) if isinstance(archive, Archive) and not is_program(checkpoint) else None
+    return (
+        other is not None
+        and (other.method, other.size, other.data_start()) == (STORED, member.size, member.data_start())
+        and member.method == STORED
+        and not (other.source.is_far or member.source.is_far)
+        and reading.same_streams(reading.read(other.data()), reading.read(member.data()))
+    )
 
 
 def _others(names: Iterable[str]) -> list[str]:
@@ -242,7 +265,8 @@ def _check_case(source: Readable, names: Mapping[str, Member]) -> None:
 
     torch ignores case, and would read such a record as its own.
     """
-    for name in names:
+    text = "".join(names)
+    for name in names if text.casefold() != text else ():
         if (folded := name.casefold()) == name:
             continue
         if folded in _LOOKED_FOR or (folded.startswith("data/") and not name.startswith("data/")):

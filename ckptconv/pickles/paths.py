@@ -24,7 +24,7 @@ Arguments and states are listed below the first object that has them: any number
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 
@@ -161,7 +161,9 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
             raise
 
 
-def child_places(place: Place, leaf: Leaf, listed: set[int] | None = None) -> list[Place]:
+def child_places(
+    place: Place, leaf: Leaf, listed: set[int] | None = None, passed_over: Container[int] = ()
+) -> list[Place]:
     """Return the places directly below `place`, in the order of the pickle.
 
     Args:
@@ -169,6 +171,7 @@ def child_places(place: Place, leaf: Leaf, listed: set[int] | None = None) -> li
         leaf: Returns the states of a leaf, or None for a node that is not a leaf. Below a leaf, only the attributes in
             these states are listed.
         listed: The ids of arguments and states that were listed before: they are left out, and new ones are added.
+        passed_over: The ids of values with string keys that are left out.
 
     Raises:
         LimitError: The keys of one mapping are too long.
@@ -177,7 +180,7 @@ def child_places(place: Place, leaf: Leaf, listed: set[int] | None = None) -> li
     listed = set() if listed is None else listed
     states = leaf(node) if isinstance(node, Node) else []
     if states is None:
-        places = _inside(place, listed)
+        places = _inside(place, listed, passed_over)
     else:
         places = [attribute for state in states for attribute in _attributes(place, state, listed)]
     if len(places) > 1 and isinstance(node, (Call, Dict)):
@@ -202,7 +205,7 @@ def is_item(place: Place) -> bool:
     return place.segment.startswith("[") or (place.segment[:1] == "/" and place.segment[1:2] not in _SPECIAL)
 
 
-def _inside(place: Place, listed: set[int]) -> list[Place]:
+def _inside(place: Place, listed: set[int], passed_over: Container[int]) -> list[Place]:
     """Return the places directly below `place`, whose node is not a leaf."""
     node = place.node
     if isinstance(node, Tuple):
@@ -217,7 +220,7 @@ def _inside(place: Place, listed: set[int]) -> list[Place]:
     if isinstance(node, Call):
         places += _arguments(place, node, listed)
     if isinstance(node, Object):
-        places += _effects(place, node, listed)
+        places += _effects(place, node, listed, passed_over)
     return places
 
 
@@ -310,10 +313,10 @@ def _check_keys(mapping: Object) -> None:
         raise LimitError(_TOO_LONG, expected=f"at most {most:,} characters in the keys of one mapping")
 
 
-def _effects(place: Place, node: Object, listed: set[int]) -> list[Place]:
+def _effects(place: Place, node: Object, listed: set[int], passed_over: Container[int]) -> list[Place]:
     """Return the places of the values that effects have put into `node`, a mapping or the result of a call at `place`.
 
-    States whose ids are in `listed` are left out.
+    States whose ids are in `listed` are left out, and values with string keys whose ids are in `passed_over`.
     """
     places: list[Place] = []
     if node.effects:
@@ -323,7 +326,7 @@ def _effects(place: Place, node: Object, listed: set[int]) -> list[Place]:
         if effect.opcode == "BUILD":
             places += _attributes(place, effect.values[0], listed)
         elif effect.opcode in ("SETITEM", "SETITEMS"):
-            places += _items(place, effect, pairs)
+            places += _items(place, effect, pairs, passed_over)
             pairs += len(effect.values) // 2
         else:
             places += _numbered(place, "/{%d}" if effect.opcode == "ADDITEMS" else "[%d]", effect.values, count)
@@ -331,17 +334,19 @@ def _effects(place: Place, node: Object, listed: set[int]) -> list[Place]:
     return places
 
 
-def _items(place: Place, effect: Effect, start: int) -> list[Place]:
+def _items(place: Place, effect: Effect, start: int, passed_over: Container[int]) -> list[Place]:
     """Return the places of the values that `effect` sets, and of the keys that are nodes.
 
-    `start` is the number of items that earlier effects have set.
+    `start` is the number of items that earlier effects have set. Values with string keys whose ids are in `passed_over`
+    are left out.
     """
     places: list[Place] = []
     depth = place.depth + 1
     values = iter(effect.values)
     for n, (key, value) in enumerate(zip(values, values, strict=True), start):
         if isinstance(key, str):
-            places.append(Place(place, key_segment(key, n), value, depth, key))
+            if not passed_over or id(value) not in passed_over:
+                places.append(Place(place, key_segment(key, n), value, depth, key))
             continue
         if isinstance(key, Node):
             places.append(_below(place, f"/<{n}>", key))

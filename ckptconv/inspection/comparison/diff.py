@@ -35,13 +35,14 @@ from ckptconv.inspection.comparison.differences import (
 )
 from ckptconv.inspection.comparison.options import ALL, Compared, DiffOptions
 from ckptconv.inspection.comparison.pairing import Pairing, Side
-from ckptconv.inspection.comparison.values import DifferenceFound, Key, Values, bytes_of
+from ckptconv.inspection.comparison.values import DifferenceFound, Key, Values, bytes_of, have_equal_sums
 from ckptconv.inspection.diagnosis.diagnose import danger
 from ckptconv.inspection.grouping import rules_between
 from ckptconv.inspection.values import values_of
 from ckptconv.light_dataclass import dataclass
-from ckptconv.pickles.graph import Call, Global, args_of, gc_paused
+from ckptconv.pickles.graph import Call, Global, Value, args_of, gc_paused
 from ckptconv.pickles.paths import Place
+from ckptconv.pickles.rows import RowCall, RowForm
 from ckptconv.safety.scan import concerns
 from ckptconv.stores.memory import Input
 
@@ -257,7 +258,8 @@ def _paired(
         open_input(b, download=compared.download, progress=progress) as source_b,
     ):
         with gc_paused():
-            checkpoints = opening.read(source_a), opening.read(source_b)
+            first = opening.read(source_a)
+            checkpoints = first, opening.read(source_b, first if edits == Edits() else None)
             sides = dict(zip("AB", checkpoints, strict=True)) if judged else {}
             dangers = {side: danger(concerns(checkpoint)) for side, checkpoint in sides.items()}  # before edits
             comparison = _Comparison(*checkpoints, edits, compared, brief=brief)
@@ -290,8 +292,9 @@ class _Comparison:
         self.dangers: tuple[str, ...] = ()
         self.rest: tuple[list[str], list[str]] = ([], [])
         self.take_parts()
-        self.pairing = Pairing(Side(a), Side(b), bool(self.weights_alone), self.rest)
+        self.pairing = Pairing(Side(a), Side(b), bool(self.weights_alone), self.rest, self.equal_rows)
         self.values = Values(a, b, compared)
+        self.alike: dict[tuple[RowForm | None, RowForm | None], bool] = {}  # see are_alike()
         #: Two places, what differs apart from values, and the comparisons of values.
         self.found: list[tuple[tuple[Place, Place], TensorDifference | None, list[Key]]] = []
         self.places: dict[str, tuple[Place, Place]] = {}  # of tensors that differ
@@ -333,12 +336,14 @@ class _Comparison:
     def show_values(self) -> None:
         """Dequantize the quantized weights of each side whose names on the other side belong to unquantized tensors."""
         both = self.a, self.b
+        has_codes = [not CODES.isdisjoint(info.dtype for info in each.tensors.values()) for each in both]
+        if not any(has_codes):
+            return
         plain = [
             {name for found in each.detected.state_dicts for name in found.names()}
             - {info.name for info in each.tensors.values() if info.dtype in CODES}
             for each in both
         ]
-        has_codes = [any(info.dtype in CODES for info in each.tensors.values()) for each in both]
         for side, each, wanted, found in zip("AB", both, reversed(plain), has_codes, strict=True):
             for layout, n in show_values(each, wanted).items() if found else ():
                 weights = count(n, "weight")
@@ -410,13 +415,47 @@ class _Comparison:
                     words = [None if text is None else repr(text[:60]) for text in texts]
                     self.others.append((OtherDifference(f"__metadata__/{key}", *words), None))
 
+    def equal_rows(self, pairs: list[tuple[Value, Value]]) -> tuple[dict[int, TensorInfo], dict[int, TensorInfo]]:
+        """Return the tensors in `pairs` that :meth:`compare_tensors` would find equal by their checksums.
+
+        Tensors of one form differ only in their storages, so only these are compared for each pair. `pairs` contains
+        values with the same name. Nothing is returned if tensors share storages, because these can be tied.
+        """
+        equal: tuple[dict[int, TensorInfo], dict[int, TensorInfo]] = {}, {}
+        if self.compared.full or self.compared.names_only or not self.are_unshared():
+            return equal
+        infos, others = self.a.tensor_nodes, self.b.tensor_nodes
+        for x, y in pairs:
+            a, b = infos.get(id(x)), others.get(id(y))
+            if a and b and self.are_alike((x, a), (y, b)) and have_equal_sums(a.storage, b.storage):
+                equal[0][id(x)], equal[1][id(y)] = a, b
+        self.values.believe(equal[0].values(), equal[1].values())
+        return equal
+
+    def are_alike(self, *tensors: tuple[Value, TensorInfo]) -> bool:
+        """Return whether two tensors, each with its call, are rows that are equal if their storages are equal."""
+        (x, a), (y, b) = tensors
+        if not (isinstance(x, RowCall) and isinstance(y, RowCall) and (forms := (x.row, y.row)) and all(forms)):
+            return False
+        if forms not in self.alike:  # rows of one form differ only in their storages
+            facts = self.facts(x, a, self.pairing.a), self.facts(y, b, self.pairing.b)
+            one, other = ((*each[:2], *each[3:]) for each in facts)  # without the device
+            is_same = one == other and a.kind == "strided" and a.nbytes > 0
+            self.alike[forms] = is_same and self.values.is_same_view(a, b)
+        return self.alike[forms] and (self.pairing.tensors_alone or a.device == b.device)
+
+    def are_unshared(self) -> bool:
+        """Return whether no tensors of one side share a storage, so that none are tied."""
+        return self.a.index.is_unshared and self.b.index.is_unshared
+
     def compare_tensors(self, pair: tuple[Place, Place]) -> None:
         """Compare two tensors with the same name, except for their values. Their values are queued for comparison."""
         place_a, place_b = pair
         side_a, side_b = self.pairing.a, self.pairing.b
         a, b = side_a.tensor(place_a.node), side_b.tensor(place_b.node)
         assert a and b and isinstance(place_a.node, Call) and isinstance(place_b.node, Call)
-        facts = self.facts(place_a.node, a, side_a), self.facts(place_b.node, b, side_b)
+        is_same = self.are_alike((place_a.node, a), (place_b.node, b))
+        facts = ((), ()) if is_same else (self.facts(place_a.node, a, side_a), self.facts(place_b.node, b, side_b))
         if facts[0] == facts[1] and a.kind == "strided":
             self.found.append((pair, None, [self.values.want(a, b)]))
             return
@@ -497,14 +536,14 @@ class _Comparison:
         states = {info.path for side in (self.a, self.b) for info in side.detected.rng_states} if differing else set()
         others = [each for each, key in self.others if key is None or self.differs(key)]
         pairing = self.pairing
-        infos = [info for place, _ in pairing.tensors if (info := pairing.a.tensor(place.node))]
+        infos = [info for place, _ in pairing.tensors if (info := pairing.a.tensor(place.node))] + pairing.equal
         if not self.a.index.is_unshared:  # ties count once
             infos = [*{info.view if info.storage else (id(info),): info for info in infos}.values()]
         near = [pair[0].path for pair, _, keys in self.found if not self.values.near.keys().isdisjoint(keys)]
         return Difference(
             *self.paths,
             self.formats,
-            len(pairing.tensors),
+            len(pairing.tensors) + len(pairing.equal),
             sum(info.nbytes for info in infos),
             tuple(pairing.a.only),
             tuple(pairing.b.only),
@@ -531,7 +570,7 @@ class _Comparison:
         if rules := rules_between(self.a, self.b):
             files = Path(self.paths[0]), Placeholder("OUT")
             return command_line("convert", *files, *options_of(self.edits), *rules)
-        if pairing.tensors:
+        if pairing.tensors or pairing.equal:
             return None
         return command_that_fits(self.a, self.b, self.edits, self.paths, self.compared.options())
 
@@ -589,6 +628,8 @@ class _Comparison:
 
     def notes_of_ties(self) -> Iterator[str]:
         """Yield notes about names that are tied on one side only."""
+        if self.are_unshared():
+            return
         names = [place.path for place, _ in self.pairing.tensors]
         groups = _groups(self.a, names), _groups(self.b, names)
         for this, other, word in ((0, 1, "A"), (1, 0, "B")):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import field
 from itertools import takewhile
 from typing import TypeAlias
@@ -48,6 +48,7 @@ from ckptconv.pickles.graph import (
     children,
     imported_name,
     members_of,
+    strings_of,
     type_of,
 )
 from ckptconv.pickles.machine import HASHED_AS_IT_IS
@@ -335,7 +336,10 @@ class Pairing:
         b: The second side.
         tensors_alone: Whether to pair only the tensors that are direct items of the roots.
         passed_over: The paths on each side that are not compared. With `tensors_alone`, other objects are added.
+        equal_rows: Takes pairs of values with the same name. Returns the tensors of each side that are known to be
+            equal, by the ids of their nodes.
         tensors: The pairs of places at which both sides have a tensor.
+        equal: The tensors of the first side that are not in `tensors`, because they are known to be equal.
         storages: The pairs of places at which both sides have a storage without a tensor.
         others: The differences between objects that are not tensors.
     """
@@ -344,7 +348,9 @@ class Pairing:
     b: Side
     tensors_alone: bool
     passed_over: tuple[list[str], list[str]]
+    equal_rows: Callable[[list[tuple[Value, Value]]], tuple[dict[int, TensorInfo], dict[int, TensorInfo]]]
     tensors: list[tuple[Place, Place]] = field(default_factory=list)
+    equal: list[TensorInfo] = field(default_factory=list)
     storages: list[tuple[Place, Place]] = field(default_factory=list)
     others: list[OtherDifference] = field(default_factory=list)
 
@@ -511,8 +517,8 @@ class Pairing:
             self._listed.add(pair)
             left, right = _numbered(a, self.a.members(a.node) or []), _numbered(b, self.b.members(b.node) or [])
         else:
-            again = self._listed_again(a.node, b.node)
-            left, right = self._below(a, self.a, again[0]), self._below(b, self.b, again[1])
+            again, equal = self._listed_again(a.node, b.node), self._equal_items(a.node, b.node)
+            left, right = self._below(a, self.a, again[0], equal[0]), self._below(b, self.b, again[1], equal[1])
         pairs: list[Place] = []
         for what, place in left.items():
             other = right.pop(what, None)
@@ -551,16 +557,27 @@ class Pairing:
         self._listed.update(pairs)
         return {pair[0] for pair in again}, {pair[1] for pair in again}
 
-    def _below(self, place: Place, side: Side, again: set[int]) -> dict[object, Place]:
+    def _equal_items(self, a: Value, b: Value) -> tuple[Container[int], Container[int]]:
+        """Return the ids of the tensors in the mappings `a` and `b` that need no places, and record them in `equal`."""
+        named = [strings_of(node) if isinstance(node, Object) else {} for node in (a, b)]
+        for node, names in zip((a, b), named, strict=True):
+            if isinstance(node, Object) and len(names) != sum(1 for _ in node.entries()):
+                return (), ()  # a key is not a text, or is set twice
+        self._work.charge(len(named[0]) + len(named[1]))
+        equal = self.equal_rows([(value, named[1][name]) for name, value in named[0].items() if name in named[1]])
+        self.equal += equal[0].values()
+        return equal
+
+    def _below(self, place: Place, side: Side, again: set[int], equal: Container[int]) -> dict[object, Place]:
         """Return the places directly below `place`, by the key with which they are paired.
 
         The key is the segment of the path, or the meaning of a dict key that is not a text. Arguments and states whose
-        ids are in `again` are left out.
+        ids are in `again` are left out, and values whose ids are in `equal`.
         """
         node = place.node
         keys = [effect.values[i : i + 2] for effect, i in node.pairs()] if isinstance(node, Object) else []
         if all(isinstance(key, str) for key, _ in keys):
-            return {below.segment: below for below in child_places(place, side.leaf, again)}
+            return {below.segment: below for below in child_places(place, side.leaf, again, equal)}
         by_key: dict[object, Place] = {}
         meanings = [None if isinstance(key, str) else self._canonical(key, side) for key, _ in keys]
         times: Counter[object] = Counter()

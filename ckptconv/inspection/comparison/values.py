@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial, reduce
 from itertools import chain, pairwise, starmap
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
-from ckptconv.byteranges.spans import ByteRange, Cast, Gather, Inflate, Meter, Piece, Scaled
+from ckptconv.byteranges.spans import ByteRange, Cast, Gather, Inflate, Meter, Piece, Scaled, joined
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, piece_of
 from ckptconv.dtypes import get_dtype
@@ -58,6 +58,12 @@ def _unequal_in(pairs: Sequence[tuple[ByteRange, ByteRange]], batch: Batch) -> l
 
     A range begins with the first buffer that differs. The two ranges of a pair have the same length.
     """
+    if len(batch) > 1 and sum(pairs[i][0].length for i, *_ in batch) <= _BUFFER:  # small tensors: read all at once
+        sides = zip(*(pairs[i] for i, *_ in batch), strict=True)
+        spans = ([span for piece in joined(side) for span in piece.ranges()] for side in sides)
+        a, b = (b"".join(span.source.read(span.offset, span.length) for span in side) for side in spans)
+        if a == b:
+            return []
     buffers = bytearray(_BUFFER), bytearray(_BUFFER)
     unequal = []
     for i, offset, length in batch:
@@ -115,7 +121,7 @@ class Values:
             if not a.nbytes or (not self.options.full and self.known_equal(a, b)):
                 self.found[key] = _equal(prod(a.shape))
                 if a.nbytes:
-                    self._believed.add(_storages(a, b))
+                    self.believe([a], [b])
             elif get_dtype(a.dtype).packed != 1 or get_dtype(b.dtype).packed != 1:
                 self.want_storages(key, a, b)
             else:
@@ -144,11 +150,11 @@ class Values:
 
     def known_equal(self, a: TensorInfo, b: TensorInfo) -> bool:
         """Return whether `a` and `b` are the same view of storages for which both files declare the same checksum."""
-        if not a.storage or not b.storage or a.storage.nbytes != b.storage.nbytes:
-            return False
-        data = a.storage.data, b.storage.data
-        sums = [each.crc32_known() if each.is_record else None for each in data]
-        return sums[0] is not None and sums[0] == sums[1] and self.is_same_view(a, b)
+        return have_equal_sums(a.storage, b.storage) and self.is_same_view(a, b)
+
+    def believe(self, a: Iterable[TensorInfo], b: Iterable[TensorInfo]) -> None:
+        """Record that the storages of the pairs of `a` and `b` were not read because of their checksums."""
+        self._believed.update(map(_storages, a, b))
 
     def is_same_view(self, a: TensorInfo, b: TensorInfo) -> bool:
         """Return whether `a` and `b` have the same offset, shape, stride and byte order in their storages."""
@@ -479,6 +485,14 @@ def bytes_of(storage: Storage) -> TensorInfo:
 def _equal(elements: int) -> ValueDifference:
     """Return the result for equal tensors with this number of `elements`."""
     return ValueDifference(elements, 0)
+
+
+def have_equal_sums(a: Storage | None, b: Storage | None) -> bool:
+    """Return whether both files declare the same size and checksum for `a` and `b`."""
+    if not a or not b or a.nbytes != b.nbytes or not (a.data.is_record and b.data.is_record):
+        return False
+    crc32 = a.data.crc32_known()
+    return crc32 is not None and crc32 == b.data.crc32_known()
 
 
 def _storages(a: TensorInfo, b: TensorInfo) -> tuple[int, int]:
