@@ -186,3 +186,17 @@ def test_places_that_were_forgotten_are_found_again(tmp_path: Path) -> None:
         after = [(place.path, place.node) for place in index.every_place]
         assert after == before and len(after) == 6 and index.tensors is tensors
         assert [place.path for place in index.places] == [".", "a", "a[0]", "b"]
+
+
+def test_the_graph_is_freed_before_the_output_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof that the output loads reads its graph, which takes as much memory."""
+    torch.save({"a": torch.ones(2), "b": frozenset("c")}, tmp_path / "a.pt", pickle_protocol=4)
+    left: list[object] = []
+    with Source(tmp_path / "a.pt") as source, gc_paused():
+        checkpoint = opening.read(source)
+        monkeypatch.setattr(
+            "ckptconv.conversion.plan.prove_that_it_loads",
+            lambda *_: left.extend([checkpoint.graph.root, checkpoint.tensors, checkpoint.references]),
+        )
+        make_plan(checkpoint, tmp_path / "out.pt", edits_from(loadable=True), OutputOptions())
+    assert left == [None, {}, []]
