@@ -401,6 +401,7 @@ class _Comparison:
         for checkpoint in (self.a, self.b):
             checkpoint.index.forget_places()
         self.pairing.run()
+        del self.pairing.equal_rows  # a cycle with this object, whose memory would be freed late
         if self.compared.names_only:
             return
         for pair in self.pairing.tensors:
