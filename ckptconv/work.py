@@ -56,9 +56,12 @@ _WORK: ContextVar[Work | None] = ContextVar("_WORK", default=None)
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
-    """Limit the work in this block to a new budget. A block inside another one uses the budget of the outer block."""
-    if _WORK.get() is not None:
+def bounded(*, is_trial: bool = False) -> Iterator[None]:
+    """Limit the work in this block to a new budget. A block inside another one uses the budget of the outer block.
+
+    A trial has its own budget even inside another block, which continues if the trial takes too much work.
+    """
+    if _WORK.get() is not None and not is_trial:
         yield
         return
     token = _WORK.set(Work(LIMITS.work))

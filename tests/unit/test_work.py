@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,8 @@ def test_every_command_counts(shape: str, command: str, tmp_path: Path, monkeypa
     assert not path.with_name("out.pt").exists()
 
 
-def used(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Return the steps that `run` took, and the bytes for which steps were granted."""
+def budgets(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[Work]:
+    """Return the budgets that `run` made."""
     seen: list[Work] = []
 
     class Seen(Work):
@@ -94,11 +95,15 @@ def used(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[int, 
             super().__init__(left)
             seen.append(self)
 
-    monkeypatch.setattr("ckptconv.work.Work", Seen)
-    run()
-    limits = Limits()
-    most = max((each for each in seen if each.nbytes), key=lambda each: each.nbytes)
-    return limits.work + limits.work_each * most.nbytes - most.left, most.nbytes
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptconv.work.Work", Seen)
+        run()
+    return seen
+
+
+def steps_of(budget: Work) -> int:
+    """Return the steps that were taken of `budget`."""
+    return Limits().work + Limits().work_each * budget.nbytes - budget.left
 
 
 def test_ordinary_files_are_far_from_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +111,19 @@ def test_ordinary_files_are_far_from_the_limit(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "a.pt"
     torch.save({f"layers.{i}.weight": torch.zeros(1) for i in range(2000)}, path)
     for command in ("inspect", "verify", "convert", "diff"):
-        steps, nbytes = used(lambda command=command: COMMANDS[command](path), monkeypatch)
-        assert 10 * steps < Limits().work_each * nbytes
+        made = budgets(lambda command=command: COMMANDS[command](path), monkeypatch)
+        most = max(made, key=lambda budget: budget.nbytes)
+        assert 10 * steps_of(most) < Limits().work_each * most.nbytes
+
+
+def test_a_trial_takes_nothing_from_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`inspect` reads a file again, to try whether `loadable` helps. It has enough steps if each reading alone has."""
+    path = tmp_path / "a.pt"
+    torch.save([argparse.Namespace(a=i) for i in range(500)], path)
+    made = budgets(lambda: ckptconv.inspect(path), monkeypatch)
+    reading, trial = (steps_of(budget) for budget in made if budget.nbytes)
+    monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=max(reading, trial), work_each=0))
+    assert "it is only data" in str(ckptconv.inspect(path))
 
 
 def test_steps_are_told_while_they_are_watched() -> None:

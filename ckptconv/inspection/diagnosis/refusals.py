@@ -22,6 +22,7 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, imported_name, is_global, walk
 from ckptconv.pickles.paths import Place, is_item
 from ckptconv.safety.torch_load import NO_SAFETENSORS, Loading
+from ckptconv.work import bounded
 
 _PICKLE, _LEGACY = WRITERS["pickle"].name, WRITERS["legacy"].name
 _MOST_DROPPED = 8  # items that one command leaves out
@@ -378,7 +379,8 @@ def only_data(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[Fix, 
     if names.isdisjoint(BY_CLASS):
         return None
     try:
-        changes = apply(opening.read_file(source), Edits(loadable=True))
+        with bounded(is_trial=True):
+            changes = apply(opening.read_file(source), Edits(loadable=True))
     except CkptconvError:
         return None
     plain = count(len(changes.made_plain), "object")
