@@ -45,12 +45,11 @@ LEFT_OUT = """
 ENCODINGS = "__init__ aliases ascii cp437 latin_1 raw_unicode_escape unicode_escape utf_8 utf_8_sig utf_16 utf_32"
 #: Modules of the package that are left out: they need a terminal, a network, torch, processes or a disk.
 NOT_HERE = """
-    __main__ byteranges/kernels/casting byteranges/kernels/comparing
-    byteranges/kernels/gathering byteranges/kernels/summing byteranges/scaling cli conversion/batches conversion/convert
+    __main__ byteranges/histograms byteranges/kernels/casting byteranges/kernels/comparing byteranges/kernels/gathering
+    byteranges/kernels/numbers byteranges/scaling byteranges/summing cli conversion/batches conversion/convert
     conversion/in_place conversion/jobs conversion/process_pool conversion/worker formats/in_place
-    inspection/verification output/in_place output/signals render/notebook
-    render/sarif render/schemas stores/fsspec stores/http stores/remote stores/requests stores/s3 stores/uploads
-    stores/urls tensors
+    inspection/verification output/in_place output/signals render/notebook render/sarif render/schemas stores/fsspec
+    stores/http stores/remote stores/requests stores/s3 stores/uploads stores/urls tensors
 """
 #: The files of the page itself, in the order in which they are loaded, and their content types.
 SHELL = {"index.html": "text/html; charset=utf-8", "page.css": "text/css; charset=utf-8"} | dict.fromkeys(

@@ -376,8 +376,8 @@ def inspect(
 
     Args:
         path: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`ckptconv.open`.
-        values: Read all tensors in bounded memory, which needs torch. Each tensor then has ``values``: the counts of
-            NaN, infinities and zeros, the extremes, mean, standard deviation and norm.
+        values: Read all tensors in bounded memory, which needs NumPy or torch. Each tensor then has ``values``: the
+            counts of NaN, infinities and zeros, the extremes, mean, standard deviation and norm.
         histogram: The same, with a histogram of 32 bins for each tensor.
         download: For a URL, as for :func:`ckptconv.convert`.
         torch: The version of torch that loads the file, such as ``"2.9"``, or ``"all"`` for the answers of all known

@@ -23,7 +23,7 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
 if TYPE_CHECKING:
-    from ckptconv.byteranges.kernels.summing import Statistics
+    from ckptconv.byteranges.summing import Statistics
 
 BLOCK = 1 << 15  # elements of one computation: as few as torch gives to one thread
 _READ_THROUGH = 16  # bytes between elements: to read them takes as long as to compute with one element
@@ -96,7 +96,7 @@ def values_of(
         MissingTorchError: torch is not installed.
         LimitError: Views repeat the bytes of storages too often.
     """
-    from ckptconv.byteranges.kernels.summing import is_number
+    from ckptconv.byteranges.summing import is_number
 
     homes: dict[str, tuple[object, ...]] = {}
     wanted: dict[tuple[object, ...], TensorInfo] = {}
@@ -186,7 +186,7 @@ class _Reader:
 
     def statistics(self, i: int) -> Statistics:
         """Return empty statistics for tensor `i`."""
-        from ckptconv.byteranges.kernels.summing import Statistics
+        from ckptconv.byteranges.summing import Statistics
 
         return Statistics(self.dtypes[i], histogram=self.histogram)
 
@@ -195,7 +195,7 @@ class _Reader:
 
         Elements that its view repeats were read once and count fully.
         """
-        from ckptconv.byteranges.kernels.summing import bins_of
+        from ckptconv.byteranges.histograms import bins_of
 
         found.repeat(self.repeats[i])
         return TensorValues(

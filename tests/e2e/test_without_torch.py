@@ -62,10 +62,11 @@ def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
         "convert a.pt --in-place --to cpu",
         "convert a.pt out.pt --dtype bf16",
         "convert fp8.safetensors out.safetensors --dtype bf16",
+        "inspect a.pt --histogram",
     ],
 )
 def test_what_moves_bytes_needs_none(typed: str) -> None:
-    """What is cast to the dtype that it has is not computed. NumPy rounds to bfloat16 and applies scales."""
+    """What is cast to the dtype that it has is not computed. NumPy rounds to bfloat16, applies scales and sums."""
     done = run(MAIN, *typed.split())
     assert done.returncode == 0, done.stderr
 
@@ -78,7 +79,7 @@ def test_what_moves_bytes_needs_none(typed: str) -> None:
         ("convert views.pt out.safetensors", "writing out views"),
         ("convert views.pt out.safetensors --dtype bf16", "a cast"),
         ("diff a.pt other.pt", "computing numbers"),
-        ("inspect a.pt --values", "computing numbers"),
+        ("inspect fp8.safetensors --values", "computing numbers"),
     ],
 )
 def test_what_computes_is_refused_when_it_is_planned(typed: str, what: str) -> None:
@@ -153,7 +154,7 @@ def test_a_torch_that_cannot_be_imported(error: str) -> None:
         "convert a.pt out.pt --dtype fp16": 1,
         "convert views.pt out.safetensors": 1,
         "diff a.pt other.pt": 2,
-        "inspect a.pt --values": 1,
+        "inspect fp8.safetensors --values": 1,
         "ckptconv.load('a.pt')": 1,
         "ckptconv.open('a.pt').load('w')": 1,
         "ckptconv.save([], 'out.pt')": 1,

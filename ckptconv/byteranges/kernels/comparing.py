@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from ckptconv.byteranges.kernels.summing import as_complex, as_real, as_whole, exponents_of, is_number
+from ckptconv.byteranges.histograms import exponents_of
+from ckptconv.byteranges.kernels.numbers import as_complex, as_real, as_whole, is_number
 from ckptconv.dtypes import get_dtype
 
 _LOW = 0xFFFFFFFF
@@ -143,7 +144,7 @@ class Comparer:
     def _count(self, apart: torch.Tensor) -> None:
         """Count the exponents of the differences `apart`, except for 0. Infinity counts as the largest number."""
         if self._histogram:
-            self.exponents.update(exponents_of(apart[apart != 0].clamp_(max=torch.finfo(torch.float64).max)))
+            self.exponents.update(exponents_of(apart[apart != 0].clamp_(max=torch.finfo(torch.float64).max), torch))
 
     def _complex(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
         parts_a, parts_b = torch.view_as_real(a), torch.view_as_real(b)

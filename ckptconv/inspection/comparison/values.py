@@ -413,7 +413,7 @@ class Values:
         """
         if comparer.differing and self.stops:
             raise DifferenceFound
-        from ckptconv.byteranges.kernels.summing import bins_of
+        from ckptconv.byteranges.histograms import bins_of
 
         largest, of_b, relative = comparer.largest, comparer.largest_of_b, None
         if largest is not None and of_b is not None:

@@ -1,4 +1,4 @@
-"""Sums of numbers: torch in float64 is the judge, on random bits of all dtypes."""
+"""Sums of numbers by NumPy and by torch: torch in float64 is the judge, on random bits of all dtypes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ckptconv.byteranges.kernels.summing import BINS, Statistics, bins_of, is_number
+from ckptconv.byteranges.histograms import BINS, bins_of
+from ckptconv.byteranges.summing import Statistics, is_number
 from tests.support import zoo
 from tests.support.pieces import raw
 
 NUMBERS = [dtype for dtype in zoo.DTYPES if is_number(str(dtype).removeprefix("torch."))]
+
+
+@pytest.fixture(params=["NumPy", "torch"], autouse=True)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sum by each library in turn."""
+    if request.param == "torch":
+        monkeypatch.setattr("ckptconv.byteranges.summing.numpy", lambda: None)
 
 
 def summed(tensor: torch.Tensor, *, cut: int | None = None) -> Statistics:
