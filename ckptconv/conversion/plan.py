@@ -319,7 +319,7 @@ def read_and_plan(source: Readable, request: Request) -> Plan:
     """
     path, output, is_folder = request.dst, request.output, request.is_folder
     checkpoint, selected = opening.read_selected(source, request.edits.select)
-    edits = replace(request.edits, select=selected)
+    edits = request.edits if selected == request.edits.select else replace(request.edits, select=selected)
     shards = writer_for(objects=not checkpoint.is_state_dict).word
     usual = shards if is_folder else usual_format(path.name, checkpoint.format)
     plan = make_plan(checkpoint, path, edits, replace(output, format=output.format or usual), is_folder=is_folder)

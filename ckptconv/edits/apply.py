@@ -17,7 +17,7 @@ from ckptconv.edits.dtype_casts import cast
 from ckptconv.edits.error_paths import names_checkpoint
 from ckptconv.edits.loadable.making import make_loadable
 from ckptconv.edits.optimizers import Followers
-from ckptconv.edits.options import Edits
+from ckptconv.edits.options import NO_EDITS, Edits
 from ckptconv.edits.rename import NameEditor
 from ckptconv.edits.retag import about_kept_devices, retag
 from ckptconv.edits.selection import select
@@ -50,7 +50,7 @@ def apply(
     optimizers = partial(Followers, checkpoint, in_order=edits.optimizer_order == "model", model=model)
     changes = _select(checkpoint, edits, optimizers, is_emitted=is_emitted)
     refuse_different(checkpoint)
-    if edits == Edits():
+    if edits == NO_EDITS:
         return changes
     detected = checkpoint.detected
     # before the names are edited: after that, all places would have to be found again
