@@ -575,7 +575,10 @@ def _plain_places(
             yield None
             at += 1
             continue
-        found = _plain(window, entries[at : at + alike], ends[at : at + alike])
+        try:
+            found = _plain(window, entries[at : at + alike], ends[at : at + alike])
+        except InputError:  # perhaps after a damaged header, which the caller reports
+            found = []
         if found or alike == 1:
             yield from found or (0,)
             at += alike

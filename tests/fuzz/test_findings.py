@@ -70,14 +70,14 @@ def test_a_broken_promise_is_a_finding(tmp_path: Path, monkeypatch: pytest.Monke
     seed = seeds_of("zip")["state"]
     read = torch_zip.read
 
-    def other_tensors(source: object) -> object:
-        checkpoint = read(source)  # type: ignore[arg-type]
+    def other_tensors(source: object, *like: object) -> object:
+        checkpoint = read(source, *like)  # type: ignore[arg-type]
         for info in checkpoint.tensors.values():
             info.requires_grad = info.path.startswith("w") == ("input" in str(checkpoint.source.path))
         return checkpoint
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch_zip, "read", lambda source: [][1])
+        patched.setattr(torch_zip, "read", lambda *_: [][1])
         with pytest.raises(IndexError):
             targets.run("zip", seed, tmp_path)
     with monkeypatch.context() as patched:
