@@ -106,7 +106,7 @@ _TOLD = (
     "UnreadableError: another process is changing the file in place",
     "RefusedError: another process is using the file",
 )
-_UNDONE = "InputError: there is no undo journal: nothing was changed in place here"
+_UNDONE = "InputError: there is no undo journal, so there is no in-place change to revert"
 
 
 @pytest.fixture(params=["a file", "a set"])
