@@ -97,23 +97,19 @@ class Statistics:
         n = len(values)
         if not n:
             return
-        is_numpy = xp is numpy()
-        self.zeros += n - int(xp.count_nonzero(numbers != 0) if is_numpy else values.count_nonzero())
         if self._histogram:
             self.exponents.update(exponents_of(values, xp))
-        if is_numpy:
+        if is_numpy := xp is numpy():
+            self.zeros += n - int(xp.count_nonzero(numbers != 0))
             low, high = numbers.min().item() + 0, numbers.max().item() + 0  # -0.0 is 0.0
         else:
             from ckptconv.byteranges.kernels.numbers import extremes
 
+            self.zeros += n - int(values.count_nonzero())
             low, high = extremes(numbers)
         mean = total / n if isfinite(total) else min(max(float((values / n).sum()), low), high)
-        if is_numpy:
-            values -= mean
-            squares = xp.einsum("i,i", values, values)  # dot() would start threads
-        else:
-            values = values - mean
-            squares = xp.dot(values, values)
+        values = values - mean
+        squares = xp.einsum("i,i", values, values) if is_numpy else xp.dot(values, values)  # NumPy's dot() uses threads
         self._put(n, low, high, mean, float(squares))
 
     def _finite(self, xp: Any, values: Any) -> Any:
