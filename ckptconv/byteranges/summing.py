@@ -108,8 +108,12 @@ class Statistics:
             self.zeros += n - int(values.count_nonzero())
             low, high = extremes(numbers)
         mean = total / n if isfinite(total) else min(max(float((values / n).sum()), low), high)
-        values = values - mean
-        squares = xp.einsum("i,i", values, values) if is_numpy else xp.dot(values, values)  # NumPy's dot() uses threads
+        if is_numpy:
+            values -= mean  # in place, because new memory takes the kernel's time
+            squares = xp.einsum("i,i", values, values)  # dot() uses threads
+        else:
+            values = values - mean
+            squares = xp.dot(values, values)
         self._put(n, low, high, mean, float(squares))
 
     def _finite(self, xp: Any, values: Any) -> Any:
