@@ -273,7 +273,8 @@ def _program_plan(checkpoint: Checkpoint, path: Path, edits: Edits, output: Outp
 def _check_layout(layout: Layout, checkpoint: Checkpoint, writer: Writer, *, is_loadable: bool) -> None:
     """Check the planned files: their sizes, whether torch is installed if they need it, and whether torch loads them.
 
-    The last check is made only if `is_loadable`. Raises LimitError, MissingTorchError or RefusedError.
+    The last check is made only if `is_loadable`, after the graph of `checkpoint` is freed. Raises LimitError,
+    MissingTorchError or RefusedError.
     """
     views = "" if writer.views else option("format", DEFAULT.word) + " keeps views as they are; "
     check_growth(

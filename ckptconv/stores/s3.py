@@ -116,7 +116,10 @@ def client() -> Any:
 
 
 def _bounded(pool: Any) -> Any:
-    """Return `pool`, a class of botocore's connection pools, with answers that :func:`until` bounds."""
+    """Return `pool`, a class of botocore's connection pools, with answers that :func:`until` bounds.
+
+    mypy does not know the class of its connections, nor their attributes.
+    """
 
     class Connection(pool.ConnectionCls):  # type: ignore[misc]
         def connect(self) -> None:

@@ -19,7 +19,7 @@ from ckptconv.dtypes import CODES
 from ckptconv.edits.apply import apply
 from ckptconv.edits.dequantizing import show_values
 from ckptconv.edits.names import unwrapped
-from ckptconv.edits.options import Edits, split_edits
+from ckptconv.edits.options import NO_EDITS, Edits, split_edits
 from ckptconv.edits.selection import named_tensors, select
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, count, some
 from ckptconv.formats import opening
@@ -259,7 +259,7 @@ def _paired(
     ):
         with gc_paused():
             first = opening.read(source_a)
-            checkpoints = first, opening.read(source_b, first if edits == Edits() else None)
+            checkpoints = first, opening.read(source_b, first if edits == NO_EDITS else None)
             sides = dict(zip("AB", checkpoints, strict=True)) if judged else {}
             dangers = {side: danger(concerns(checkpoint)) for side, checkpoint in sides.items()}  # before edits
             comparison = _Comparison(*checkpoints, edits, compared, brief=brief)
