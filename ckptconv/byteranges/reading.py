@@ -6,14 +6,18 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from ckptconv.byteranges.checksums import check_crc32, checksum
 from ckptconv.byteranges.sources import Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Literal, Piece
-from ckptconv.errors import MalformedError
+from ckptconv.errors import InputError, MalformedError
 from ckptconv.light_dataclass import dataclass
 
+_S = TypeVar("_S", bound=ByteSource)
+
 BUFFER = 4 << 20  # bytes in memory at the same time
+AHEAD = 4096  # bytes read at once for short reads: small records are close to each other
 _STEP = 1 << 20  # bytes of a text that are decoded at once
 
 
@@ -41,6 +45,30 @@ def located(span: ByteRange) -> tuple[ByteSource, int]:
         offset += source.offset
         source = source.of
     return source, offset
+
+
+class Window(Generic[_S]):
+    """A buffer over a source, so that many short reads at increasing offsets take few system calls."""
+
+    def __init__(self, source: _S) -> None:
+        self.source = source
+        self._offset = 0
+        self._data = b""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return `length` bytes at `offset`, from the buffer if it contains them. Raises what the source raises."""
+        start = offset - self._offset
+        if start < 0 or start + length > len(self._data):
+            source: ByteSource = self.source
+            ahead = 0 if source.is_far else min(AHEAD, source.size - offset)  # a remote source keeps its last request
+            try:
+                self._data = source.read(offset, max(length, ahead))
+            except InputError:
+                if ahead <= length:
+                    raise
+                self._data = source.read(offset, length)  # the damage may be behind these bytes
+            self._offset, start = offset, 0
+        return self._data[start : start + length]
 
 
 def read(piece: Piece) -> Iterator[bytes]:

@@ -11,15 +11,16 @@ from pathlib import Path
 
 from ckptconv.byteranges.checksums import check_crc32, checksum, combined
 from ckptconv.byteranges.fault_sink import FaultSink, UnreadRecord
-from ckptconv.byteranges.reading import announce, crc32_of, inflated, located
+from ckptconv.byteranges.reading import AHEAD, Window, announce, crc32_of, inflated, located
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import ByteRange, Inflate, Piece, Progress
+from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Piece, Progress
 from ckptconv.byteranges.threads import Threads
 from ckptconv.errors import InputError
 
 _CHUNK = 1 << 20  # bytes that stay in a processor's cache between reading and summing
 _MOST_THREADS = 4
 _WORTH_THREADS = 64 << 10  # bytes: starting threads takes as long as summing some megabytes
+_LARGE = 4096  # bytes of a run: threads would only wait for each other if runs are smaller
 _PIECE = 16 << 20  # bytes that a thread sums in one task
 _BATCH = 64  # pieces between two reports of progress
 
@@ -154,7 +155,7 @@ class Sums:
         self._lock = threading.Lock()
         self._is_stopped = False
         self._error: BaseException | None = None
-        is_much = sum(span.length for span in spans) >= _WORTH_THREADS
+        is_much = sum(span.length for span in spans) >= max(_WORTH_THREADS, len(self._runs) * _LARGE)
         self._most = min(_MOST_THREADS, os.cpu_count() or 1, len(self._runs)) if is_much else 0
         self._threads = Threads(self._most, "ckptconv-sums")
 
@@ -203,10 +204,14 @@ class Sums:
     def _run(self) -> None:
         """Sum runs until none is left. An exception is kept for :meth:`check`."""
         buffer = memoryview(bytearray(_CHUNK))
+        window: Window[ByteSource] | None = None
         try:
             while (i := self._take()) is not None:
+                source, at = located(self._runs[i][0])
+                if window is None or window.source is not source:
+                    window = Window(source)
                 try:
-                    self._sum(self._runs[i], buffer)
+                    self._sum(self._runs[i], at, window, buffer)
                 except InputError as error:
                     if not self._keep_going:
                         raise
@@ -222,21 +227,28 @@ class Sums:
             self._next += 1
         return i if i < len(self._runs) and not self._is_stopped else None
 
-    def _sum(self, run: list[ByteRange], buffer: memoryview) -> None:
+    def _sum(self, run: list[ByteRange], at: int, window: Window[ByteSource], buffer: memoryview) -> None:
         """Compute the checksum of each range of `run`, from the checksums of the bytes before its start and before its
         end.
+
+        The run begins at the offset `at` of the source of `window`.
         """
-        source, at = located(run[0])
         starts = [located(part)[1] for part in run]
         crc32, crc32_until = 0, {at: 0}
-        for bound in sorted({*starts, *(start + part.length for start, part in zip(starts, run, strict=True))}):
+        bounds = sorted({*starts, *(start + part.length for start, part in zip(starts, run, strict=True))})
+        is_short = bounds[-1] - at < AHEAD
+        for bound in bounds:
             while at < bound:
                 if self._is_stopped:
                     return
-                chunk = buffer[: min(_CHUNK, bound - at)]
-                source.read_into(at, chunk)
+                length = min(_CHUNK, bound - at)
+                chunk = buffer[:length]
+                if is_short:
+                    chunk[:] = window.read(at, length)
+                else:
+                    window.source.read_into(at, chunk)
                 crc32 = checksum(chunk, crc32)
-                at += len(chunk)
+                at += length
             crc32_until[bound] = crc32
         for start, part in zip(starts, run, strict=True):
             crc32 = combined(crc32_until[start], crc32_until[start + part.length], part.length)

@@ -11,6 +11,7 @@ from ckptconv.byteranges.spans import Cast, Piece, Scaled
 _INFINITY, _NAN = 0x7F800000, 0x7FC0  # of float32, of bfloat16
 _TOO_LARGE = 0x7F7F8000  # the smallest float32 that rounds to infinity
 _SIGN = 0x80000000
+_BLOCK = 256 << 10  # bytes that are rounded at once, so that the intermediate numbers stay in a processor's cache
 
 
 @cache
@@ -42,6 +43,7 @@ class RoundingBuffer:
     def __init__(self, nbytes: int) -> None:
         """Allocate memory for `nbytes` bytes of numbers, rounded down to complete numbers."""
         self.room, self._out = memoryview(bytearray(nbytes // 4 * 4)), memoryview(bytearray(nbytes // 4 * 2))
+        self._sums = numpy().empty(_BLOCK // 4, numpy().uint32)
 
     def cast(self, filled: int, at: int, shown: Sequence[tuple[int, int]]) -> tuple[memoryview, int]:
         """Round the first `filled` bytes of the room. Return the result, and how many finite numbers were too large.
@@ -49,20 +51,30 @@ class RoundingBuffer:
         The parameters are the same as in :meth:`ckptconv.byteranges.kernels.casting.CastBuffer.cast`. The result is
         valid until the next call.
         """
-        np, overflowed = numpy(), 0
-        bits, out = np.frombuffer(self.room[:filled], np.uint32), self._out[: filled // 2]
-        halves = np.frombuffer(out, np.uint16)
-        sums = bits >> 16
+        overflowed, out = 0, self._out[: filled // 2]
+        for start in range(0, filled, _BLOCK):
+            block = self.room[start : min(start + _BLOCK, filled)]
+            overflowed += self._round(block, out[start // 2 :][: len(block) // 2], (at + start) // 4, shown)
+        return out, overflowed
+
+    def _round(self, block: memoryview, out: memoryview, first: int, shown: Sequence[tuple[int, int]]) -> int:
+        """Round the numbers in `block` to `out`. Return how many of those in `shown` were too large.
+
+        `first` is the index of the first number.
+        """
+        np = numpy()
+        bits, halves = np.frombuffer(block, np.uint32), np.frombuffer(out, np.uint16)
+        sums = np.right_shift(bits, 16, out=self._sums[: len(bits)])
         sums &= 1
         sums += bits
         sums += 0x7FFF  # now the upper half is rounded, and ties are even
         sums >>= 16
         halves[:] = sums
-        if bits.view(np.int32).max() >= _TOO_LARGE or bits.max() >= _SIGN | _TOO_LARGE:
-            magnitudes = bits & ~np.uint32(_SIGN)
-            halves[magnitudes > _INFINITY] = _NAN
-            overflowed = count_shown((magnitudes >= _TOO_LARGE) & (magnitudes < _INFINITY), at // 4, shown)
-        return out, overflowed
+        if bits.view(np.int32).max() < _TOO_LARGE and bits.max() < _SIGN | _TOO_LARGE:
+            return 0
+        magnitudes = bits & ~np.uint32(_SIGN)
+        halves[magnitudes > _INFINITY] = _NAN
+        return count_shown((magnitudes >= _TOO_LARGE) & (magnitudes < _INFINITY), first, shown)
 
 
 def count_shown(mask: Any, first: int, shown: Sequence[tuple[int, int]]) -> int:

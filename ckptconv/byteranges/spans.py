@@ -42,6 +42,7 @@ class ByteSource(Protocol):
     fd: int
     size: int
     mode: int
+    is_far: bool
 
     def read(self, offset: int, length: int) -> bytes: ...
 

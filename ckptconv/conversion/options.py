@@ -158,10 +158,6 @@ class OutputOptions:
     download: bool = False
     skip_existing: bool = False
 
-    def __post_init__(self) -> None:
-        """Raise ArgumentTypeError if a value has a wrong type."""
-        check_flags(self)
-
     @property
     def is_for_ranks(self) -> bool:
         """Whether the format of the output is a folder with a file for each process."""
@@ -179,7 +175,9 @@ def parse_options(options: Mapping[str, Any]) -> tuple[Edits, OutputOptions]:
     Raises the errors of :func:`~ckptconv.edits.options.edits_from`, and ArgumentTypeError for an output option.
     """
     edits, others = split_edits(options)
-    return edits, OutputOptions(**others)
+    output = OutputOptions(**others)
+    check_flags(output)
+    return edits, output
 
 
 def given_options(options: Mapping[str, Any], *without: str) -> list[Option]:

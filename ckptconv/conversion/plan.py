@@ -29,7 +29,7 @@ from ckptconv.formats.sharded import index as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
 from ckptconv.formats.torch_zip import is_exported
 from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, also_meant, usual_format, words, writer_for
-from ckptconv.hints import Placeholder, option
+from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output.folders import NewFolder, OtherFile, no_name
 from ckptconv.output.transfer import VirtualFile
@@ -202,6 +202,7 @@ def make_plan(
     edits: Edits,
     output: OutputOptions = USUAL,
     *,
+    usual: str = DEFAULT.word,
     is_folder: bool = False,
 ) -> Plan:
     """Edit `checkpoint`, and plan the output. Nothing is written.
@@ -211,6 +212,7 @@ def make_plan(
         path: The output.
         edits: The edits.
         output: The options of the output.
+        usual: The format, if `output` names none.
         is_folder: Whether `path` is a folder, for new shards or those of the source.
 
     Raises:
@@ -218,7 +220,7 @@ def make_plan(
     """
     if path.suffix == ".pt2" and is_exported(checkpoint):
         return _program_plan(checkpoint, path, edits, output)
-    writer = WRITERS[output.format or DEFAULT.word]
+    writer = WRITERS[output.format or usual]
     is_loadable = (edits.loadable or edits.loadable_objects) and writer.objects
     _check_writer(writer, path, copy_tied=output.copy_tied, loadable=is_loadable, is_folder=is_folder)
     torchscript.refuse(checkpoint, weights=edits.state_dict or not writer.objects)
@@ -276,10 +278,7 @@ def _check_layout(layout: Layout, checkpoint: Checkpoint, writer: Writer, *, is_
     The last check is made only if `is_loadable`, after the graph of `checkpoint` is freed. Raises LimitError,
     MissingTorchError or RefusedError.
     """
-    views = "" if writer.views else option("format", DEFAULT.word) + " keeps views as they are; "
-    check_growth(
-        layout.files, checkpoint, views + "to take some of the tensors: " + option("include", Placeholder("GLOB"))
-    )
+    check_growth(layout.files, checkpoint, keeps_views=writer.views)
     computed = dict.fromkeys(type(piece) for file in layout.files for piece in file.pieces if needs_torch(piece))
     if computed:
         require_torch(" and ".join(_COMPUTED[kind] for kind in computed), checkpoint.source.path)
@@ -323,7 +322,7 @@ def read_and_plan(source: Readable, request: Request) -> Plan:
     edits = request.edits if selected == request.edits.select else replace(request.edits, select=selected)
     shards = writer_for(objects=not checkpoint.is_state_dict).word
     usual = shards if is_folder else usual_format(path.name, checkpoint.format)
-    plan = make_plan(checkpoint, path, edits, replace(output, format=output.format or usual), is_folder=is_folder)
+    plan = make_plan(checkpoint, path, edits, output, usual=usual, is_folder=is_folder)
     also = None if is_folder or output.format else also_meant(path.name, usual)
     if also is None:
         return plan

@@ -453,7 +453,7 @@ def _of_tree(src: Path, path: Path, asked: Request) -> Listing:
         replace(asked, src=folder, dst=path / place_below(folder, src, path), kind="shards", is_folder=True)
         for folder in outermost
     ]
-    other, unentered = [], []
+    other, unentered, inside = [], [], replace(asked, within=src)
     for each in found:
         if each.kind == "unentered":
             unentered.append(each.path)
@@ -463,7 +463,7 @@ def _of_tree(src: Path, path: Path, asked: Request) -> Listing:
             other.append(each.path)
         else:
             folder = asked.dst if each.path == src else path / place_below(each.path, src, path).parent
-            requests.append(replace(_in_folder(each, folder, asked), within=src))
+            requests.append(_in_folder(each, folder, inside))
     if all(request.kind == "other" for request in requests):
         raise folder_error(src)
     requests.sort(key=lambda request: request.src.parts)

@@ -52,8 +52,8 @@ def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> Out
     return OutFile(path, joined(pieces), sum(piece.length for piece in pieces), tuple(sums))
 
 
-def check_growth(files: Iterable[OutFile], checkpoint: Checkpoint, hint: str) -> None:
-    """Raise LimitError with this `hint` if `files` are too large for the bytes that they are made from.
+def check_growth(files: Iterable[OutFile], checkpoint: Checkpoint, *, keeps_views: bool) -> None:
+    """Raise LimitError if `files` are too large for the bytes that they are made from.
 
     Many views of one storage, each written in full, could make terabytes from a small file.
     """
@@ -62,12 +62,13 @@ def check_growth(files: Iterable[OutFile], checkpoint: Checkpoint, hint: str) ->
     if written > LIMITS.written(source_size):
         source_size = max(source_size, _read_once(piece for file in files for piece in file.pieces))
     if written > LIMITS.written(source_size):
+        other = "" if keeps_views else option("format", "pt") + " keeps views as they are; "
         raise LimitError(
             "the tensors repeat the same bytes, and the output would be too large",
             where=checkpoint.source.path,
             expected=f"at most {size(LIMITS.written(source_size))}",
             got=f"{size(written)} of {size(source_size)}",
-            hint=hint,
+            hint=other + "to take some of the tensors: " + option("include", Placeholder("GLOB")),
         )
 
 

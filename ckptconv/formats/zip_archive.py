@@ -26,6 +26,7 @@ from operator import attrgetter, sub
 from typing import NamedTuple
 
 from ckptconv.byteranges.fault_sink import UnreadRecord
+from ckptconv.byteranges.reading import AHEAD, Window
 from ckptconv.byteranges.sources import Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError, count
@@ -55,7 +56,6 @@ UTF8 = 1 << 11
 _KNOWN_FLAGS = HAS_DESCRIPTOR | UTF8 | 1 << 1 | 1 << 2  # the last two are the level of compression
 _FOLDER = 0x10  # among the external attributes
 STORED, DEFLATED = 0, 8
-_AHEAD = 4096  # bytes read at once for headers: small members are close to each other
 _ALIKE = 1 << 18  # bytes of a directory read at once
 
 
@@ -96,7 +96,7 @@ class Member(NamedTuple):
 
         If `data_offset` is None, the local header is read. Raises MalformedError if the header is damaged.
         """
-        return _placed(_Window(self.source), self, self.end) if self.data_offset is None else self.data_offset
+        return _placed(Window(self.source), self, self.end) if self.data_offset is None else self.data_offset
 
     @property
     def where(self) -> str:
@@ -209,7 +209,7 @@ def read_archive(
     """
     report = source.faults.found
     count, directory, start = read_end(source)
-    window = _Window(source)
+    window = Window(source)
     entries = _read_directory(window, count, directory, start)
     if refuse:
         refuse([entry.name for entry in entries])
@@ -273,24 +273,6 @@ def first_member(source: Readable) -> tuple[str, int, int] | None:
         return source.read(LOCAL_SIZE, n_name).decode(), method, data_offset
     except UnicodeDecodeError:
         return None
-
-
-class _Window:
-    """A buffer over the file, so that many short reads at increasing offsets take few system calls."""
-
-    def __init__(self, source: Readable) -> None:
-        self.source = source
-        self.offset = 0
-        self.data = b""
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes at `offset`, from the buffer if it contains them. The source must be long enough."""
-        start = offset - self.offset
-        if start < 0 or start + length > len(self.data):
-            ahead = 0 if self.source.is_far else _AHEAD  # a remote source keeps the bytes of its last request
-            self.data = self.source.read(offset, max(length, min(ahead, self.source.size - offset)))
-            self.offset, start = offset, 0
-        return self.data[start : start + length]
 
 
 def _bad(source: Readable, offset: int, what: str, expected: object = None, got: object = None) -> MalformedError:
@@ -383,7 +365,7 @@ def _read_zip64_end(source: Readable, end: int) -> list[int] | None:
 # The central directory
 
 
-def _read_directory(window: _Window, count: int, size: int, start: int) -> list[Member]:
+def _read_directory(window: Window[Readable], count: int, size: int, start: int) -> list[Member]:
     """Return the entries of the central directory, which has `count` entries in `size` bytes from `start` on.
 
     An entry with a defect is reported as a fault and left out. Raises MalformedError if the entries do not fill the
@@ -557,7 +539,7 @@ def _check_names(source: Readable, members: list[Member], root: str) -> list[Mem
 
 
 def _plain_places(
-    window: _Window, entries: list[Member], ends: list[int], is_large: Callable[[str], bool] | None
+    window: Window[Readable], entries: list[Member], ends: list[int], is_large: Callable[[str], bool] | None
 ) -> Iterator[int | None]:
     """Yield the position of the data of each of `entries`, which end at `ends`.
 
@@ -565,11 +547,11 @@ def _plain_places(
     members are compared at once.
     """
     source = window.source
-    at, alike = 0, 1
+    at, alike = 0, 8
     while at < len(entries):
         alike = min(alike, len(entries) - at)
         region = ends[at + alike - 1] - entries[at].header_offset
-        if source.is_far or region > min(_ALIKE, alike * _AHEAD):  # do not read the data of large members
+        if source.is_far or region > min(_ALIKE, alike * AHEAD):  # do not read the data of large members
             alike = 1
         if source.skims and _is_spared(entries[at], ends[at], is_large):
             yield None
@@ -585,7 +567,7 @@ def _plain_places(
         alike = 2 * alike if found else 1
 
 
-def _plain(window: _Window, entries: list[Member], ends: list[int]) -> list[int]:
+def _plain(window: Window[Readable], entries: list[Member], ends: list[int]) -> list[int]:
     """Return the positions of the data of `entries`, which end at `ends`, if their headers have the usual form.
 
     That is a local header with the name, padding and, if there is no descriptor, the numbers of the entry. Otherwise
@@ -622,7 +604,7 @@ def _plain(window: _Window, entries: list[Member], ends: list[int]) -> list[int]
     return []
 
 
-def _placed(window: _Window, entry: Member, following: int) -> int:
+def _placed(window: Window[Readable], entry: Member, following: int) -> int:
     """Return the position of the data of `entry`, read from its local header.
 
     The local header and the data descriptor must agree with `entry`, and the member must end at `following`.

@@ -105,12 +105,14 @@ def check_target(path: Path, *, replace: bool) -> None:
     refuse_interrupted(path)
 
 
-def refuse_interrupted(path: Path) -> None:
-    """Raise RefusedError if a change in place of the file at `path` was interrupted, because its undo journal would be
-    lost.
+def refuse_interrupted(path: Path) -> bool:
+    """Return whether the file at `path` has an undo journal.
+
+    Raise RefusedError if a change in place of it was interrupted, because the journal would be lost.
     """
-    if state_of(path) != HOT:
-        return
+    state = state_of(path)
+    if state != HOT:
+        return state is not None
     gone = f"the file is gone: put it back, or delete {journal_path(path)}"
     raise RefusedError(
         "a change of it in place was interrupted",
@@ -165,11 +167,11 @@ def writing(
             source.check_unchanged()
             let_go(source, [file.path])
             with _locked(file.path), _locked(temporary):
-                refuse_interrupted(file.path)  # again, because filling the new file took a while
+                has_journal = refuse_interrupted(file.path)  # again, because filling the new file took a while
                 check_is_at(temporary, fd, file.path)
                 _publish(temporary, file.path, replace)
                 check_is_at(file.path, fd, file.path)
-                if state_of(file.path):
+                if has_journal:
                     with contextlib.suppress(OSError):  # a journal of the old file cannot restore anything now
                         os.unlink(journal_path(file.path))
     finally:

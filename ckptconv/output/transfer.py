@@ -12,7 +12,7 @@ import io
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum, combined
 from ckptconv.byteranges.materialise import Pieces
+from ckptconv.byteranges.reading import Window
 from ckptconv.byteranges.record_checks import Sums
 from ckptconv.byteranges.spans import (
     FILESYSTEM_BLOCK,
     ByteRange,
+    ByteSource,
     Cast,
     Deferred,
     OutFile,
@@ -46,6 +48,7 @@ _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, sma
 _BEHIND = 8 << 20  # bytes after which writing to the disk is started: a call for each small tensor would cost too much
 _WORTH_A_THREAD = 64 << 10  # bytes: smaller casts are faster in this thread
 _CAST_BLOCK = 16 << 20  # bytes of the source or of the result that a thread casts in one task
+_GATHERED = 256 << 10  # bytes of small pieces in one write: a system call for each small tensor would cost too much
 _CAST_WINDOW = 2 << 20  # bytes that it reads, casts and writes at once: they fit into caches
 _MOST_THREADS = 4
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
@@ -78,6 +81,7 @@ class Transfer:
         self._awaited = {id(piece) for piece in file.sums if piece.is_computed}  # summed while they are written
         self._computed_sums: dict[int, int] = {}  # by the id of the piece
         self._all_sums: Sequence[int] = ()  # of `file.sums`, when all are known
+        self._window: Window[ByteSource] | None = None  # over the source of the last small piece
         self.overflowed: Overflow = {}
 
     def __enter__(self) -> Transfer:
@@ -92,7 +96,8 @@ class Transfer:
         """Write all pieces to `out`. Raises OSError, OutputError, and the errors of reading."""
         late: list[tuple[int, Deferred]] = []
         begun = end = 0
-        with CastThreads(self._pieces, out) as casts:
+        small = _GatheredWrites(out)
+        with CastThreads(self._pieces, out, self._awaited) as casts:
             for start, piece in self._placed:
                 at, begun = start, begun if start == end else start
                 end = start + piece.length
@@ -102,15 +107,17 @@ class Transfer:
                     casts.begin(piece, at)
                     begun = end
                 else:
-                    for length in self._move(out, at, piece):
+                    for length in self._move(out, small, at, piece):
                         at += length
                         if at - begun >= _BEHIND:
+                            small.flush()
                             out.start_writeback(begun, at - begun)
                             begun = at
                         if progress:
                             progress(length)
                     self._check_plan(at, end)
                 self._sums.check()
+            small.flush()
             self._check_plan(sum(piece.length for piece in self._file.pieces), self._file.size)
             self._computed_sums |= casts.finish(progress)
         self.overflowed = dict(self._pieces.overflowed)
@@ -152,21 +159,53 @@ class Transfer:
                     )
                 at += len(chunk)
 
-    def _move(self, out: Destination, at: int, piece: Piece) -> Iterator[int]:
-        """Write `piece` at the offset `at`. Yield the length of each write."""
+    def _move(self, out: Destination, small: _GatheredWrites, at: int, piece: Piece) -> Iterator[int]:
+        """Write `piece` at the offset `at` of `out`, of which `small` gathers small writes. Yield each length."""
         piece = self._pieces.located(piece)
-        if isinstance(piece, ByteRange):
+        if isinstance(piece, ByteRange) and piece.length > FILESYSTEM_BLOCK:
             yield from _copy(out, at, piece)
+            return
+        if isinstance(piece, ByteRange):
+            if self._window is None or self._window.source is not piece.source:
+                self._window = Window(piece.source)
+            small.write(at, self._window.read(piece.offset, piece.length))
+            yield piece.length
             return
         crc32, awaited = 0, id(piece) in self._awaited
         for chunk in self._pieces.chunks(piece):
-            out.write(at, chunk)
+            small.write(at, chunk)
             at += len(chunk)
             if awaited:
                 crc32 = checksum(chunk, crc32)
             yield len(chunk)
         if awaited:
             self._computed_sums[id(piece)] = crc32
+
+
+class _GatheredWrites:
+    """Writes to `out`. Consecutive small ones are made together, at the latest by :meth:`flush`."""
+
+    def __init__(self, out: Destination) -> None:
+        self._out = out
+        self._at = 0
+        self._data = bytearray()
+
+    def write(self, at: int, data: bytes | memoryview) -> None:
+        """Write `data` at the offset `at`. Raises OSError, also of an earlier write."""
+        is_small = len(data) <= FILESYSTEM_BLOCK
+        if not is_small or at != self._at + len(self._data) or len(self._data) + len(data) > _GATHERED:
+            self.flush()
+            self._at = at
+        if is_small:
+            self._data += data
+        else:
+            self._out.write(at, data)
+
+    def flush(self) -> None:
+        """Write what was gathered. Raises OSError."""
+        data, self._data = self._data, bytearray()
+        if data:
+            self._out.write(self._at, memoryview(data))
 
 
 def _copy(out: Destination, at: int, span: ByteRange) -> Iterator[int]:
@@ -221,13 +260,14 @@ class _Block(NamedTuple):
 
 
 class CastThreads:
-    """Threads that read, cast, checksum and write the blocks of pieces.
+    """Threads that read, cast and write the blocks of pieces.
 
-    A context manager: leaving it ends the threads, even if they have not finished.
+    They compute the checksums of the results of pieces whose ids are in `awaited`. A context manager: leaving it ends
+    the threads, even if they have not finished.
     """
 
-    def __init__(self, pieces: Pieces, out: Destination) -> None:
-        self._pieces, self._out = pieces, out
+    def __init__(self, pieces: Pieces, out: Destination, awaited: Container[int]) -> None:
+        self._pieces, self._out, self._awaited = pieces, out, awaited
         self._own = threading.local()  # objects that a thread uses for all blocks
         self._begun: list[tuple[Cast, list[Task[_Block]]]] = []
         self._threads = Threads(min(_MOST_THREADS, os.cpu_count() or 1), "ckptconv-cast")
@@ -249,7 +289,7 @@ class CastThreads:
         self._begun.append((piece, tasks))
 
     def finish(self, progress: Progress | None) -> dict[int, int]:
-        """Wait until everything is written. Return the CRC-32 of the written bytes by the id of the piece.
+        """Wait until everything is written. Return the CRC-32 of the written bytes by the id of each awaited piece.
 
         Raises the errors of the threads, and MalformedError if a range has a wrong checksum.
         """
@@ -265,13 +305,14 @@ class CastThreads:
                     progress(block.written)
             if span := piece.checked_range():
                 check_crc32(span.crc32, crc32_read, span.where)
-            sums[id(piece)] = crc32_written
+            if id(piece) in self._awaited:
+                sums[id(piece)] = crc32_written
             self._pieces.count_overflow(piece, overflowed)
         return sums
 
     def _cast(self, piece: Cast, offset: int, length: int, at: int) -> _Block:
         """Cast `length` bytes at `offset` of the piece inside `piece`, and write the result at `at`."""
-        buffer, is_checked = self._buffer(piece), piece.checked_range() is not None
+        buffer, is_checked, is_awaited = self._buffer(piece), bool(piece.checked_range()), id(piece) in self._awaited
         crc32_read = crc32_written = written = overflowed = 0
         for start in range(offset, offset + length, len(buffer.room)):
             data = buffer.room[: offset + length - start]
@@ -279,7 +320,7 @@ class CastThreads:
             crc32_read = checksum(data, crc32_read) if is_checked else 0
             result, too_large = buffer.cast(len(data), start, piece.shown)
             self._out.write(at + written, result)
-            crc32_written = checksum(result, crc32_written)
+            crc32_written = checksum(result, crc32_written) if is_awaited else 0
             written += len(result)
             overflowed += too_large
         self._out.start_writeback(at, written)

@@ -176,7 +176,8 @@ class _Plain(_Writer):
         self.todo: list[_Step] = [graph.root]
         self.open: set[int] = set()  # ids of nodes that are started and not complete
         self.order = 0
-        self.rows: dict[tuple[RowForm, str | int], tuple[bytes, Callable[..., bytes], list[bytes | int]]] = {}
+        # None after the first row with this form and tag: making the pieces takes as long as writing a row
+        self.rows: dict[tuple[RowForm, str | int], tuple[bytes, Callable[..., bytes], list[bytes | int]] | None] = {}
 
     def pickle(self) -> list[bytes | Blob]:
         """Return the pieces of the pickle."""
@@ -211,11 +212,14 @@ class _Plain(_Writer):
         if form is None or key is tag or slot < len(_BINPUT) or reference in self.graph.shared:
             return False
         known, known_key = memo.get(id(tag)), memo.get(id(key))
-        pieces = self.rows.get((form, tag if known is None else known))
+        kind = form, tag if known is None else known
+        pieces = self.rows.get(kind)
         if pieces is None:
-            if any(id(each) not in memo for each in (*form.functions, *form.values) if each is not form.tag):
+            is_first = kind not in self.rows and call.next_items is None
+            self.rows[kind] = None
+            if is_first or any(id(x) not in memo for x in (*form.functions, *form.values) if x is not form.tag):
                 return False
-            pieces = self.rows[form, tag if known is None else known] = self.row_pieces(form, tag)
+            pieces = self.rows[kind] = self.row_pieces(form, tag)
         self.advance(reference.order)
         self.advance(call.order)
         start, pack, parts = pieces

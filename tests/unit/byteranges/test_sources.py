@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from ckptconv.byteranges import reading
 from ckptconv.byteranges.sources import Readable, Source, lock_exclusive, open_part
 from ckptconv.errors import InputChangedError, InputError, RefusedError, UnreadableError
 from tests.support.no_files import NO_FILES
@@ -44,6 +45,29 @@ def test_short_reads_are_continued(source: Source, monkeypatch: pytest.MonkeyPat
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, length, offset: pread(fd, min(length, 3), offset))
     assert source.read(1, 8) == b"12345678"
+
+
+def test_a_window_reads_ahead_except_from_what_cannot_be_read() -> None:
+    """Short reads that follow each other are one read. Damage behind the bytes that are needed does not matter."""
+
+    class Damaged(Readable):
+        path, size, reads = Path("m.pt"), 10_000, 0
+
+        def read(self, offset: int, length: int) -> bytes:
+            self.reads += 1
+            if offset + length > 5_000:
+                raise UnreadableError("damaged", where=self.path)
+            return bytes(i % 251 for i in range(offset, offset + length))
+
+    damaged = Damaged()
+    window = reading.Window(damaged)
+    assert [window.read(at, 10) for at in range(0, 4_000, 20)] == [
+        bytes(i % 251 for i in range(at, at + 10)) for at in range(0, 4_000, 20)
+    ]
+    assert damaged.reads == 1
+    assert window.read(4_900, 100) == bytes(i % 251 for i in range(4_900, 5_000))
+    with pytest.raises(UnreadableError):
+        window.read(4_990, 20)
 
 
 def bind_socket(path: Path) -> None:

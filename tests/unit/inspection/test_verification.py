@@ -352,8 +352,9 @@ def test_without_the_faster_library(monkeypatch: pytest.MonkeyPatch) -> None:
     checksums.crc32_for_much.cache_clear()
 
 
-def test_what_cannot_be_read_is_a_finding(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad sector under one storage: the others are still compared."""
+    sound = saved_at(tmp_path / "model.pt", {str(i): torch.ones(2000) for i in range(4)})
     bad, real = data_of(sound.read_bytes(), "model/data/1"), os.preadv
     damaged(sound, "model/data/3")
 
