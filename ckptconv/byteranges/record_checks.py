@@ -20,7 +20,6 @@ from ckptconv.errors import InputError
 _CHUNK = 1 << 20  # bytes that stay in a processor's cache between reading and summing
 _MOST_THREADS = 4
 _WORTH_THREADS = 64 << 10  # bytes: starting threads takes as long as summing some megabytes
-_LARGE = 4096  # bytes of a run: threads would only wait for each other if runs are smaller
 _PIECE = 16 << 20  # bytes that a thread sums in one task
 _BATCH = 64  # pieces between two reports of progress
 
@@ -155,7 +154,7 @@ class Sums:
         self._lock = threading.Lock()
         self._is_stopped = False
         self._error: BaseException | None = None
-        is_much = sum(span.length for span in spans) >= max(_WORTH_THREADS, len(self._runs) * _LARGE)
+        is_much = sum(span.length for span in spans) >= max(_WORTH_THREADS, len(self._runs) * AHEAD)
         self._most = min(_MOST_THREADS, os.cpu_count() or 1, len(self._runs)) if is_much else 0
         self._threads = Threads(self._most, "ckptconv-sums")
 

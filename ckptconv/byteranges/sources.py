@@ -11,6 +11,7 @@ import os
 import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,6 +48,7 @@ class Readable:
         is_stored: Whether a file exists at `path`, so that commands can name it and other files can be next to it.
         is_far: Whether the source is remote, so that a read can cost a request to a server.
         skims: Whether :meth:`spares` may allow readers to skip bytes that only verify the file.
+        is_folder: Whether the source consists of the files of a folder.
         is_concurrent: Whether threads that read at the same time do not wait for each other.
     """
 
@@ -59,6 +61,12 @@ class Readable:
     is_far: bool = False
     is_concurrent: bool = False
     skims: bool = False
+    is_folder: bool = False
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder that contains the files."""
+        return self.path.parent
 
     def __enter__(self: _R) -> _R:
         return self
@@ -336,7 +344,7 @@ class SourceFolder(Readable):
     parts have. ``fd`` is always -1, and the kernel copies from the parts.
     """
 
-    is_stored = is_concurrent = True
+    is_stored = is_concurrent = is_folder = True
 
     def __init__(
         self,

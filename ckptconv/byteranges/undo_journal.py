@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckptconv.byteranges.sources import kind_of
+from ckptconv.byteranges.sources import Readable, kind_of
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
@@ -182,6 +182,11 @@ def target_of(name: str) -> str | None:
     """
     match = _NAME.fullmatch(name)
     return match and match[1]
+
+
+def journals_at(source: Readable) -> list[tuple[Path, bytes]]:
+    """Return the files of `source` that have a journal, as :func:`journals_of` does. Remote files have none."""
+    return journals_of(source.folder if source.is_folder else source.path) if source.is_stored else []
 
 
 def journals_of(path: Path, *, follow: bool = True) -> list[tuple[Path, bytes]]:

@@ -387,11 +387,10 @@ def _difference_error(checkpoint: Checkpoint, differ: list[Replica]) -> RefusedE
     for replica in differ:
         files.setdefault(replica.place.path, replica.files)
     dropped = list(dict.fromkeys(place.path if (place := _droppable(each.place)) else "." for each in differ))
-    folder = checkpoint.source.folder if isinstance(checkpoint.source, SourceFolder) else checkpoint.source.path.parent
     if "." in dropped or all(
         any(path == each or path.startswith(each + "/") for each in dropped) for path in checkpoint.tensors
     ):  # a conversion does not drop all tensors and keep other values
-        one = command("convert", folder / differ[0].files[0], Placeholder("OUT"))
+        one = command("convert", checkpoint.source.folder / differ[0].files[0], Placeholder("OUT"))
         hint = "each rank has its own value, so the run needs the separate files; to convert one rank: " + one
     else:
         paths = tuple(dropped[:_MOST_DROPPED])

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptconv.byteranges.sources import Readable, Source, SourceFolder
+from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.edits.names import strings
 from ckptconv.edits.regroup_rules import Rule, parse_rule, parse_rules
 from ckptconv.errors import MalformedError, RefusedError, UsageError, some
@@ -160,8 +160,7 @@ def config_of(source: Readable) -> Path | None:
     """Return the path of the ``config.json`` next to `source`. Return None if there is none or `source` is remote."""
     if not source.is_stored:
         return None
-    folder = source.folder if isinstance(source, SourceFolder) else source.path.parent
-    return folder / CONFIG if (folder / CONFIG).is_file() else None
+    return source.folder / CONFIG if (source.folder / CONFIG).is_file() else None
 
 
 def _json(path: Path) -> Any:

@@ -14,7 +14,7 @@ from ckptconv.byteranges import sources
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable, Source, SourceFolder
 from ckptconv.byteranges.spans import Meter
-from ckptconv.byteranges.undo_journal import HOT, journals_of
+from ckptconv.byteranges.undo_journal import HOT, journals_at
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import InputError, MissingInputError, UnsupportedError, printable
 from ckptconv.formats import torch_zip
@@ -243,13 +243,10 @@ def interrupted(source: Readable) -> Message | None:
 
     Otherwise return None.
     """
-    if not source.is_stored:
-        return None
-    path = source.folder if isinstance(source, SourceFolder) else source.path
-    hot = next((target for target, state in journals_of(path) if state == HOT), None)
+    hot = next((target for target, state in journals_at(source) if state == HOT), None)
     if hot is None:
         return None
-    what = "this file" if hot.name == path.name else os.fspath(hot)
+    what = os.fspath(hot) if source.is_folder else "this file"
     return f"an in-place change of {what} was interrupted; to restore the old bytes: " + command("undo", hot)
 
 

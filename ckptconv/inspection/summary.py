@@ -10,9 +10,9 @@ from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from ckptconv.byteranges.sources import Readable, SourceFolder
+from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Meter
-from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
+from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_at
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule
@@ -613,12 +613,9 @@ def _journals(source: Readable) -> tuple[JournalSummary, ...]:
 
     The result is empty if the source is not a file on a disk.
     """
-    if not source.is_stored:
-        return ()
-    folder = source.folder if isinstance(source, SourceFolder) else source.path
     return tuple(
         JournalSummary(path=str(path), nbytes=path.lstat().st_size, hot=state == HOT)
-        for target, state in journals_of(folder)
+        for target, state in journals_at(source)
         if os.path.lexists(path := journal_path(target))
     )
 

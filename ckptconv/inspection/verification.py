@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from ckptconv.byteranges.fault_sink import CollectingSink, UnreadRecord
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.record_checks import check_records, length_of
-from ckptconv.byteranges.sources import Readable, SourceFolder
+from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Meter
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.torch_versions import ALL, KNOWN, asked_version, by_version
@@ -190,7 +190,7 @@ def verdict_on(
     expected, version = _digits(expect_sha256), asked_version(torch)
     faults = CollectingSink()
     with _opened(path, faults, download=download, progress=progress) as source, gc_paused():
-        if expected and isinstance(source, SourceFolder):
+        if expected and source.is_folder:
             raise UsageError("a SHA-256 is compared with one file", where=source.path)
         checkpoint, concerned, loading, versions = None, [], None, None
         with faults:

@@ -7,7 +7,6 @@ from dataclasses import field, replace
 from functools import cached_property
 from pathlib import Path
 
-from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.state_dicts import NamedOptimizer, StateDict
@@ -189,7 +188,7 @@ def fix_command(checkpoint: Checkpoint, fix: Fix) -> str:
     """Return the ``ckptconv convert`` command for `fix`. The output is in the current folder."""
     path = Path(placed(checkpoint.source.path))
     writer = WRITERS[fix.format] if fix.format else writer_for(objects=not checkpoint.is_state_dict)
-    is_set = isinstance(checkpoint.source, SourceFolder)
+    is_set = checkpoint.source.is_folder
     target = name_in_folder(Found(path, "shards" if is_set else "file", ()), None, is_folder=True) + fix.suffix
     in_shards = checkpoint.format.startswith(sharded.NAME) and fix.format is None and not fix.part
     if not in_shards:

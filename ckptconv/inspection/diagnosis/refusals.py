@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule, detached
 from ckptconv.checkpoint.safe_globals import needed_import, refused_opcodes
@@ -330,7 +329,7 @@ def old_readers(checkpoint: Checkpoint) -> Iterator[Issue]:
 
 def containers(checkpoint: Checkpoint) -> list[Issue]:
     """Return an issue if ``torch.load`` cannot read the container of the checkpoint, or an empty list."""
-    if isinstance(checkpoint.source, SourceFolder) and not checkpoint.format.startswith(sharded.NAME):
+    if checkpoint.source.is_folder and not checkpoint.format.startswith(sharded.NAME):
         text = "the tensors are split over several files, and torch.load reads only one"
         return [Issue("parts", text, Fix("-whole"), blocks=True)]
     if checkpoint.format == _PICKLE:
@@ -370,7 +369,7 @@ def only_data(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[Fix, 
     """
     source = scope.checkpoint.source
     names = {imported_name(node, 2) for _, node in refused if isinstance(node, Global)}
-    if not names or isinstance(source, SourceFolder) or scope.checkpoint.script_classes is not None:
+    if not names or source.is_folder or scope.checkpoint.script_classes is not None:
         return None
     from ckptconv.edits.apply import apply
     from ckptconv.edits.loadable.table import BY_CLASS

@@ -20,6 +20,7 @@ from ckptconv.edits.options import edits_from
 from ckptconv.errors import CkptconvError
 from ckptconv.formats import opening
 from ckptconv.pickles.graph import Dict, Effect, FrozenSet, gc_paused
+from ckptconv.pickles.rows import RowCall
 from tests.support import zoo
 from tests.support.fresh_index import assert_fresh, check_each_access
 from tests.support.sampled import sampled
@@ -200,3 +201,19 @@ def test_the_graph_is_freed_before_the_output_is_read(tmp_path: Path, monkeypatc
         )
         make_plan(checkpoint, tmp_path / "out.pt", edits_from(loadable=True), OutputOptions())
     assert left == [None, {}, []]
+
+
+def test_storages_are_found_without_the_content_of_rows(tmp_path: Path) -> None:
+    """Creating the nodes inside of 60,000 rows would take seconds."""
+    part, other = torch.ones(2), torch.ones(3)
+    large = {str(i): torch.ones(4) for i in range(2000)} | {"part": part}
+    torch.save({"a": large, "b": [part, other]}, tmp_path / "a.pt")
+    with Source(tmp_path / "a.pt") as source, gc_paused():
+        checkpoint = opening.read(source)
+        rows = [node for node in checkpoint.graph.outer_calls if isinstance(node, RowCall) and node.row]
+        inside = checkpoint.index.storages_below(checkpoint.places[1].node)
+        assert len(rows) > 1900 and all(node.row for node in rows)
+        assert len(inside) == 2001
+        assert set(inside) == {info.storage for name, info in checkpoint.tensors.items() if name.startswith("a/")}
+        _ = [node.args for node in rows]
+        assert checkpoint.index.storages_below(checkpoint.places[1].node) == inside
