@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ from ckptconv.byteranges.fault_sink import FaultSink, UnreadRecord
 from ckptconv.byteranges.reading import AHEAD, Window, announce, crc32_of, inflated, located
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Piece, Progress
-from ckptconv.byteranges.threads import Threads
+from ckptconv.byteranges.threads import Threads, processors
 from ckptconv.errors import InputError
 
 _CHUNK = 1 << 20  # bytes that stay in a processor's cache between reading and summing
@@ -155,7 +154,7 @@ class Sums:
         self._is_stopped = False
         self._error: BaseException | None = None
         is_much = sum(span.length for span in spans) >= max(_WORTH_THREADS, len(self._runs) * AHEAD)
-        self._most = min(_MOST_THREADS, os.cpu_count() or 1, len(self._runs)) if is_much else 0
+        self._most = min(_MOST_THREADS, processors(), len(self._runs)) if is_much else 0
         self._threads = Threads(self._most, "ckptconv-sums")
 
     def __enter__(self) -> Sums:

@@ -7,10 +7,11 @@ not used, because its import takes some milliseconds, and it raises an error if 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -67,6 +68,12 @@ class Task(Generic[_T]):
         if self.error is not None:
             raise self.error
         return self._result
+
+
+@cache
+def processors() -> int:
+    """Return the number of processors, which Python reads from a file at each call."""
+    return os.cpu_count() or 1
 
 
 class Threads:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
 from ckptconv.byteranges.spans import Gather, Meter, Piece, Progress
-from ckptconv.byteranges.threads import Threads
+from ckptconv.byteranges.threads import Threads, processors
 from ckptconv.checkpoint.tensor_info import TensorInfo, piece_of
 from ckptconv.dtypes import get_dtype
 from ckptconv.errors import LimitError
@@ -232,7 +231,7 @@ def batches(lengths: Iterable[tuple[int, int]]) -> Iterator[Batch]:
 
 def in_threads(call: Callable[[Batch], _T], todo: Iterator[Batch]) -> Iterator[tuple[Batch, _T]]:
     """Yield each batch of `todo` with the result of `call` for it, in order. The calls run in threads."""
-    most = min(_MOST_THREADS, os.cpu_count() or 1)
+    most = min(_MOST_THREADS, processors())
     with Threads(most, "ckptconv-values") as threads:
         tasks = deque((batch, threads.submit(call, batch)) for batch in islice(todo, 2 * most + 1))
         while tasks:

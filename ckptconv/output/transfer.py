@@ -34,7 +34,7 @@ from ckptconv.byteranges.spans import (
     Progress,
     Scaled,
 )
-from ckptconv.byteranges.threads import Task, Threads
+from ckptconv.byteranges.threads import Task, Threads, processors
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import OutputError
 from ckptconv.output.direct_writes import WINDOW, DirectDestination
@@ -270,7 +270,7 @@ class CastThreads:
         self._pieces, self._out, self._awaited = pieces, out, awaited
         self._own = threading.local()  # objects that a thread uses for all blocks
         self._begun: list[tuple[Cast, list[Task[_Block]]]] = []
-        self._threads = Threads(min(_MOST_THREADS, os.cpu_count() or 1), "ckptconv-cast")
+        self._threads = Threads(min(_MOST_THREADS, processors()), "ckptconv-cast")
 
     def __enter__(self) -> CastThreads:
         return self

@@ -144,13 +144,13 @@ class _Writer:
 
     def atom(self, value: Value) -> bool:
         """Write `value` if it is an atom or an empty tuple. Return whether it was written."""
-        if type(value) is Tuple and not value.items:
-            self.out += CODES["EMPTY_TUPLE"]
-            return True
         write = _ATOMS.get(type(value))
-        if write is None:
+        if write is not None:
+            write(self, value)
+            return True
+        if type(value) is not Tuple or value.items:
             return False
-        write(self, value)
+        self.out += CODES["EMPTY_TUPLE"]
         return True
 
     def blob(self, blob: Blob) -> None:
@@ -190,9 +190,11 @@ class _Plain(_Writer):
         while todo:
             step = todo.pop()
             if isinstance(step, _Do):
+                if step.order is not None:
+                    self.advance(step.order)
+                self.out += step.code
                 if step.made is not None:
-                    self.open.discard(id(step.made))
-                self.done(step.code, step.order, step.made)
+                    self.done(step.made)
             elif (slot := self.memo.get(id(step))) is not None:
                 self.get(slot)
             elif type(step) is RowCall and self.row(step):
@@ -220,8 +222,9 @@ class _Plain(_Writer):
             if is_first or any(id(x) not in memo for x in (*form.functions, *form.values) if x is not form.tag):
                 return False
             pieces = self.rows[kind] = self.row_pieces(form, tag)
-        self.advance(reference.order)
-        self.advance(call.order)
+        for order in (reference.order, call.order):
+            if order is not None:  # an edit may have added the row
+                self.advance(order)
         start, pack, parts = pieces
         if known_key is None:
             text = key.encode("utf-8", "surrogatepass")
@@ -261,33 +264,24 @@ class _Plain(_Writer):
         sizes = (f"{len(each)}sI" for each in parts[::2] if isinstance(each, bytes))
         return start, struct.Struct("<" + "".join(sizes)).pack, parts
 
-    def done(self, code: bytes, order: int | None, made: Node | None) -> None:
-        """Write `code` after its operands.
+    def done(self, made: Node) -> None:
+        """Put the node `made`, which was just written, into the memo, and plan its effects."""
+        self.open.discard(id(made))
+        if isinstance(made, PersistentId):
+            self.put_if_shared(made)
+        else:
+            self.put(made)
+        if isinstance(made, Object) and made.effects:
+            self.effects(made)
 
-        Then put the node `made` into the memo and plan its effects, if it is not None.
-
-        `order` is the position of the opcode in the source, or None. Raises _OutOfOrder if a later one was written
-        already.
-        """
-        self.advance(order)
-        self.out += code
-        if made is not None:
-            if isinstance(made, PersistentId):
-                self.put_if_shared(made)
-            else:
-                self.put(made)
-            if isinstance(made, Object) and made.effects:
-                self.effects(made)
-
-    def advance(self, order: int | None) -> None:
-        """Record that the effect at position `order` of the source is written. An effect that is not there has None.
+    def advance(self, order: int) -> None:
+        """Record that the effect at position `order` of the source is written.
 
         Raises _OutOfOrder if a later effect was written already.
         """
-        if order is not None:
-            if order < self.order:
-                raise _OutOfOrder
-            self.order = order
+        if order < self.order:
+            raise _OutOfOrder
+        self.order = order
 
     def start(self, node: Value) -> None:
         """Write `node`, if it is a list, dict or set, or else plan the steps that construct it.

@@ -232,7 +232,7 @@ def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pyt
         close(fd)
 
     monkeypatch.setattr(transfer, "_CAST_BLOCK", 10_000)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(transfer, "processors", lambda: 2)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     monkeypatch.setattr(transfer.CastThreads, "_cast", slow)
     monkeypatch.setattr(os, "close", closed)
