@@ -105,13 +105,14 @@ class Comparer:
             self.differing += int((x != y).view(-1, self._width).any(1).sum())
             return
         left, right = (torch.frombuffer(data, dtype=dtype) for data, dtype in zip((a, b), self._dtypes, strict=True))
+        numbers = as_complex(right) if right.is_complex() else as_real(right)
+        self._see(numbers)
         if left.is_complex() or right.is_complex():
-            far = self._complex(as_complex(left), as_complex(right))
+            far = self._complex(as_complex(left), as_complex(numbers))
         elif left.is_floating_point() or right.is_floating_point():
-            far = self._real(as_real(left), as_real(right))
+            far = self._real(as_real(left), numbers)
         else:
             far = self._whole(left, right)
-        self.see(b)
         if far:
             self._unequal = True
             self.differing += far.outside
@@ -122,10 +123,14 @@ class Comparer:
 
     def see(self, b: memoryview) -> None:
         """Update only ``largest_of_b`` with the elements in `b`, which are known to be equal on both sides."""
-        if self._dtypes is None or self.largest_of_b is None:
+        if self._dtypes is not None:
+            numbers = torch.frombuffer(b, dtype=self._dtypes[1])
+            self._see(as_complex(numbers) if numbers.is_complex() else as_real(numbers))
+
+    def _see(self, numbers: torch.Tensor) -> None:
+        if self.largest_of_b is None:
             return
-        numbers = torch.frombuffer(b, dtype=self._dtypes[1])
-        sizes = as_complex(numbers).abs() if numbers.is_complex() else as_real(numbers).abs_()
+        sizes = numbers.abs()
         most = float(sizes.max())
         if not isfinite(most):
             most = float(sizes.nan_to_num_(nan=0.0, posinf=0.0).max())
