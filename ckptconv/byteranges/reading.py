@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from ckptconv.byteranges.checksums import check_crc32, checksum
 from ckptconv.byteranges.sources import Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Literal, Piece
-from ckptconv.errors import InputError, MalformedError
+from ckptconv.errors import MalformedError
 from ckptconv.light_dataclass import dataclass
 
 _S = TypeVar("_S", bound=ByteSource)
@@ -48,7 +48,11 @@ def located(span: ByteRange) -> tuple[ByteSource, int]:
 
 
 class Window(Generic[_S]):
-    """A buffer over a source, so that many short reads at increasing offsets take few system calls."""
+    """A buffer over a source, so that many short reads at increasing offsets take few system calls.
+
+    Attributes:
+        source: The source.
+    """
 
     def __init__(self, source: _S) -> None:
         self.source = source
@@ -59,15 +63,7 @@ class Window(Generic[_S]):
         """Return `length` bytes at `offset`, from the buffer if it contains them. Raises what the source raises."""
         start = offset - self._offset
         if start < 0 or start + length > len(self._data):
-            source: ByteSource = self.source
-            ahead = 0 if source.is_far else min(AHEAD, source.size - offset)  # a remote source keeps its last request
-            try:
-                self._data = source.read(offset, max(length, ahead))
-            except InputError:
-                if ahead <= length:
-                    raise
-                self._data = source.read(offset, length)  # the damage may be behind these bytes
-            self._offset, start = offset, 0
+            self._data, self._offset, start = self.source.read_ahead(offset, length, AHEAD), offset, 0
         return self._data[start : start + length]
 
 

@@ -153,6 +153,7 @@ class Sums:
         self._lock = threading.Lock()
         self._is_stopped = False
         self._error: BaseException | None = None
+        # of many short runs, threads would only wait for each other
         is_much = sum(span.length for span in spans) >= max(_WORTH_THREADS, len(self._runs) * AHEAD)
         self._most = min(_MOST_THREADS, processors(), len(self._runs)) if is_much else 0
         self._threads = Threads(self._most, "ckptconv-sums")
@@ -234,18 +235,15 @@ class Sums:
         starts = [located(part)[1] for part in run]
         crc32, crc32_until = 0, {at: 0}
         bounds = sorted({*starts, *(start + part.length for start, part in zip(starts, run, strict=True))})
-        is_short = bounds[-1] - at < AHEAD
+        is_short = bounds[-1] - at <= AHEAD
         for bound in bounds:
             while at < bound:
                 if self._is_stopped:
                     return
                 length = min(_CHUNK, bound - at)
-                chunk = buffer[:length]
-                if is_short:
-                    chunk[:] = window.read(at, length)
-                else:
-                    window.source.read_into(at, chunk)
-                crc32 = checksum(chunk, crc32)
+                if not is_short:
+                    window.source.read_into(at, buffer[:length])
+                crc32 = checksum(window.read(at, length) if is_short else buffer[:length], crc32)
                 at += length
             crc32_until[bound] = crc32
         for start, part in zip(starts, run, strict=True):

@@ -65,7 +65,7 @@ class Readable:
 
     @cached_property
     def folder(self) -> Path:
-        """The folder that contains the files."""
+        """The folder that contains the file, or the files."""
         return self.path.parent
 
     def __enter__(self: _R) -> _R:
@@ -85,6 +85,13 @@ class Readable:
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return bytes(data)
+
+    def read_ahead(self, offset: int, length: int, most: int) -> bytes:
+        """Return `length` bytes at `offset`, and perhaps more, up to `most`. Raises what :meth:`read` raises.
+
+        A remote source reads no more, because it keeps the bytes of its last request.
+        """
+        return self.read(offset, length if self.is_far else max(length, min(most, self.size - offset)))
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes at `offset`. Raises what :meth:`read` raises."""
@@ -150,6 +157,10 @@ class SliceSource(Readable):
         """Return `length` bytes at `offset` of the slice. Raises what the source `of` raises."""
         return self.of.read(self.offset + offset, length)
 
+    def read_ahead(self, offset: int, length: int, most: int) -> bytes:
+        """Return `length` bytes at `offset` of the slice, and perhaps more, up to `most`."""
+        return self.of.read_ahead(self.offset + offset, length, min(most, self.size - offset))
+
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes at `offset` of the slice. Raises what the source `of` raises."""
         self.of.read_into(self.offset + offset, buffer)
@@ -162,6 +173,14 @@ class OpenFile(Readable):
 
     def __init__(self, fd: int, path: Path, size: int) -> None:
         self.fd, self.path, self.size = fd, path, size
+
+    def read_ahead(self, offset: int, length: int, most: int) -> bytes:
+        """Return `length` bytes at `offset`, and perhaps more, up to `most`. Raises what :meth:`read` raises."""
+        with contextlib.suppress(OSError):  # the bytes that cannot be read may be those that are not needed
+            data = calls.pread(self.fd, max(length, most), offset)
+            if len(data) >= length:
+                return data
+        return self.read(offset, length)
 
     def read(self, offset: int, length: int) -> bytes:
         """Return `length` bytes at `offset`.
@@ -256,6 +275,10 @@ class Source(OpenFile):
                 self._held = b""
         held = self._held[offset : offset + length]
         return held if len(held) == length else super().read(offset, length)
+
+    def read_ahead(self, offset: int, length: int, most: int) -> bytes:
+        """Return `length` bytes at `offset`, and perhaps more, up to `most`. A small file is in memory already."""
+        return self.read(offset, length) if self.size <= _HELD else super().read_ahead(offset, length, most)
 
     def close(self) -> None:
         """Close the file."""

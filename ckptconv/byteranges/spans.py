@@ -42,9 +42,10 @@ class ByteSource(Protocol):
     fd: int
     size: int
     mode: int
-    is_far: bool
 
     def read(self, offset: int, length: int) -> bytes: ...
+
+    def read_ahead(self, offset: int, length: int, most: int) -> bytes: ...
 
     def read_into(self, offset: int, buffer: memoryview) -> None: ...
 

@@ -72,7 +72,7 @@ class Task(Generic[_T]):
 
 @cache
 def processors() -> int:
-    """Return the number of processors, which Python reads from a file at each call."""
+    """Return the number of processors. It is found once, because ``os.cpu_count`` reads a file at each call."""
     return os.cpu_count() or 1
 
 

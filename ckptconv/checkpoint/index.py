@@ -14,9 +14,9 @@ from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.checkpoint.rebuild_functions import TensorReader, device_arguments, is_word
 from ckptconv.checkpoint.tensor_info import DeviceArgument, Reference, Storage, TensorInfo
 from ckptconv.checkpoint.weights_only.unpickler import obstacles
-from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Value, args_of, children, walk
+from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Value, args_of, walk
 from ckptconv.pickles.paths import Leaf, Place, Referrers, find_places
-from ckptconv.pickles.rows import RowCall, RowId
+from ckptconv.pickles.rows import outline
 from ckptconv.work import seen
 
 #: The ends of the names of functions that give a tensor the attributes in their fourth argument.
@@ -92,7 +92,7 @@ class Index:
 
         Nodes whose ids are in `seen` are skipped. The ids of the other nodes are added to `seen`, if it is not None.
         """
-        nodes = walk([*roots], seen, _next_to_storages)
+        nodes = walk([*roots], seen, outline)
         return list(dict.fromkeys(self.storage_of[id(node)] for node in nodes if isinstance(node, PersistentId)))
 
     # Places and tensors
@@ -167,13 +167,6 @@ class Index:
         for place in find_places(self.root, leaf, self._where, self.graph.opcodes):
             if id(place.node) not in opened:
                 yield place
-
-
-def _next_to_storages(node: Value) -> list[Value]:
-    """Return the children of `node` for a search for storages. Nodes inside of unchanged rows are not created."""
-    if isinstance(node, RowCall) and node.row:
-        return [node.reference]
-    return [] if isinstance(node, RowId) and node.form else children(node)
 
 
 def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:

@@ -108,7 +108,7 @@ def check_target(path: Path, *, replace: bool) -> None:
 def refuse_interrupted(path: Path) -> bool:
     """Return whether the file at `path` has an undo journal.
 
-    Raise RefusedError if a change in place of it was interrupted, because the journal would be lost.
+    Raises RefusedError if a change in place of it was interrupted, because the journal would be lost.
     """
     state = state_of(path)
     if state != HOT:

@@ -24,7 +24,7 @@ from pathlib import Path
 from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import OutFile, Overflow, Progress
 from ckptconv.byteranges.threads import Threads
-from ckptconv.byteranges.undo_journal import state_of, target_of
+from ckptconv.byteranges.undo_journal import target_of
 from ckptconv.errors import CkptconvError, InputChangedError, OutputError, RefusedError, TargetExistsError, some
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
@@ -208,8 +208,7 @@ def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
     journals = set()
     for name in going:
         changed = target_of(os.path.basename(name))  # if it is a journal
-        if changed and state_of(path := (target / name).with_name(changed)):
-            refuse_interrupted(path)
+        if changed and refuse_interrupted((target / name).with_name(changed)):
             journals.add(name)
     lost = [name for name in going if name not in journals and not new.may_go(name)]
     if lost:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum, combined
 from ckptconv.byteranges.materialise import Pieces
-from ckptconv.byteranges.reading import Window
+from ckptconv.byteranges.reading import AHEAD, Window
 from ckptconv.byteranges.record_checks import Sums
 from ckptconv.byteranges.spans import (
     FILESYSTEM_BLOCK,
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, small enough for progress and Ctrl-C
 _BEHIND = 8 << 20  # bytes after which writing to the disk is started: a call for each small tensor would cost too much
+_GATHERED = 256 << 10  # bytes of small pieces in one write: a system call for each small tensor would cost too much
 _WORTH_A_THREAD = 64 << 10  # bytes: smaller casts are faster in this thread
 _CAST_BLOCK = 16 << 20  # bytes of the source or of the result that a thread casts in one task
-_GATHERED = 256 << 10  # bytes of small pieces in one write: a system call for each small tensor would cost too much
 _CAST_WINDOW = 2 << 20  # bytes that it reads, casts and writes at once: they fit into caches
 _MOST_THREADS = 4
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
@@ -162,13 +162,15 @@ class Transfer:
     def _move(self, out: Destination, small: _GatheredWrites, at: int, piece: Piece) -> Iterator[int]:
         """Write `piece` at the offset `at` of `out`, of which `small` gathers small writes. Yield each length."""
         piece = self._pieces.located(piece)
-        if isinstance(piece, ByteRange) and piece.length > FILESYSTEM_BLOCK:
+        if isinstance(piece, ByteRange) and piece.length > AHEAD:
+            small.flush()  # so that a file object is written from its start to its end
             yield from _copy(out, at, piece)
             return
         if isinstance(piece, ByteRange):
-            if self._window is None or self._window.source is not piece.source:
-                self._window = Window(piece.source)
-            small.write(at, self._window.read(piece.offset, piece.length))
+            source, offset = reading.located(piece)
+            if self._window is None or self._window.source is not source:
+                self._window = Window(source)
+            small.write(at, self._window.read(offset, piece.length))
             yield piece.length
             return
         crc32, awaited = 0, id(piece) in self._awaited
@@ -192,7 +194,7 @@ class _GatheredWrites:
 
     def write(self, at: int, data: bytes | memoryview) -> None:
         """Write `data` at the offset `at`. Raises OSError, also of an earlier write."""
-        is_small = len(data) <= FILESYSTEM_BLOCK
+        is_small = len(data) <= AHEAD
         if not is_small or at != self._at + len(self._data) or len(self._data) + len(data) > _GATHERED:
             self.flush()
             self._at = at

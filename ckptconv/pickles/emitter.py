@@ -176,7 +176,7 @@ class _Plain(_Writer):
         self.todo: list[_Step] = [graph.root]
         self.open: set[int] = set()  # ids of nodes that are started and not complete
         self.order = 0
-        # None after the first row with this form and tag: making the pieces takes as long as writing a row
+        # the pieces of rows by form and tag; None after one row, because making pieces takes as long as writing a row
         self.rows: dict[tuple[RowForm, str | int], tuple[bytes, Callable[..., bytes], list[bytes | int]] | None] = {}
 
     def pickle(self) -> list[bytes | Blob]:
@@ -206,8 +206,8 @@ class _Plain(_Writer):
     def row(self, call: RowCall) -> bool:
         """Write `call` as one row. Return whether it was written.
 
-        It is not written if it was changed since it was read, or if the memo lacks an object that it needs. Raises
-        _OutOfOrder if a later effect of the source was written already.
+        It is not written if it is the first of its kind, if it was changed since it was read, or if the memo lacks an
+        object that it needs. Raises _OutOfOrder if a later effect of the source was written already.
         """
         form, reference, slot, memo = call.row, call.reference, self.slots, self.memo
         key, tag = reference.key, reference.tag

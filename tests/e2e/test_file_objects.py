@@ -4,6 +4,7 @@ cannot be read or written by position is refused with what to do.
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -291,6 +292,15 @@ def test_what_writes_elsewhere_than_it_is_told_to() -> None:
     file = Appending(b"before")
     with pytest.raises(OutputError, match="open for appending"):
         ckptconv.save({"a": torch.ones(3)}, file)
+
+
+def test_what_can_only_be_written_from_start_to_end(tmp_path: Path) -> None:
+    """Small tensors between large ones are written in order, also to a file that cannot go back."""
+    state = {"a": torch.ones(100_000), "b": torch.ones(3), "c": torch.zeros(50_000)}
+    with gzip.open(tmp_path / "a.safetensors.gz", "wb") as file:
+        ckptconv.save(state, file, format="safetensors")
+    found = safetensors.torch.load(gzip.decompress((tmp_path / "a.safetensors.gz").read_bytes()))
+    assert_same({name: found[name] for name in state}, state)
 
 
 # os.PathLike

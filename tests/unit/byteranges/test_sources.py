@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 
 from ckptconv.byteranges import reading
-from ckptconv.byteranges.sources import Readable, Source, lock_exclusive, open_part
+from ckptconv.byteranges.fault_sink import CollectingSink
+from ckptconv.byteranges.sources import Readable, SliceSource, Source, lock_exclusive, open_part
 from ckptconv.errors import InputChangedError, InputError, RefusedError, UnreadableError
 from tests.support.no_files import NO_FILES
 
@@ -47,27 +48,30 @@ def test_short_reads_are_continued(source: Source, monkeypatch: pytest.MonkeyPat
     assert source.read(1, 8) == b"12345678"
 
 
-def test_a_window_reads_ahead_except_from_what_cannot_be_read() -> None:
-    """Short reads that follow each other are one read. Damage behind the bytes that are needed does not matter."""
+def test_a_window_reads_ahead_except_from_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short reads that follow each other are one read. Damage behind the bytes that are needed is no fault."""
+    content = bytes(i % 251 for i in range(100_000))
+    (tmp_path / "m.pt").write_bytes(content)
+    reads, faults, pread = [0], CollectingSink(), os.pread
 
-    class Damaged(Readable):
-        path, size, reads = Path("m.pt"), 10_000, 0
+    def damaged(fd: int, length: int, offset: int) -> bytes:
+        reads[0] += 1
+        if offset + length > 5_000:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, length, offset)
 
-        def read(self, offset: int, length: int) -> bytes:
-            self.reads += 1
-            if offset + length > 5_000:
-                raise UnreadableError("damaged", where=self.path)
-            return bytes(i % 251 for i in range(offset, offset + length))
-
-    damaged = Damaged()
-    window = reading.Window(damaged)
-    assert [window.read(at, 10) for at in range(0, 4_000, 20)] == [
-        bytes(i % 251 for i in range(at, at + 10)) for at in range(0, 4_000, 20)
-    ]
-    assert damaged.reads == 1
-    assert window.read(4_900, 100) == bytes(i % 251 for i in range(4_900, 5_000))
-    with pytest.raises(UnreadableError):
-        window.read(4_990, 20)
+    with Source(tmp_path / "m.pt", faults) as source:
+        monkeypatch.setattr(os, "pread", damaged)
+        for kind in (source, SliceSource(source, 100, 90_000)):
+            reads[0], start = 0, 100 if isinstance(kind, SliceSource) else 0
+            window = reading.Window(kind)
+            assert all(window.read(at, 10) == content[start + at : start + at + 10] for at in range(0, 4_000, 20))
+            assert reads == [1]
+            assert window.read(4_800, 100) == content[start + 4_800 : start + 4_900]
+            assert not faults.not_read
+            with pytest.raises(UnreadableError):
+                window.read(4_990, 120)
+            faults.not_read.clear()
 
 
 def bind_socket(path: Path) -> None:
