@@ -38,7 +38,8 @@ class _Worker:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.messages: SimpleQueue[bytes | None] = SimpleQueue()
-        self.busy = False
+        self.busy = False  # from the arrival of a message to the answer
+        self._works = False
         self._written, self._told = 0, 0.0
 
     def receive(self) -> None:
@@ -76,7 +77,11 @@ class _Worker:
             task = ForkingPickler.loads(pickled)
         except Exception as error:
             return None, f"{type(error).__name__}: {error}"
-        return work(task, self._tick), None
+        self._works = True
+        try:
+            return work(task, self._tick), None
+        finally:
+            self._works = False
 
     def _tick(self, nbytes: int) -> None:
         self._written += nbytes
@@ -86,7 +91,7 @@ class _Worker:
 
     def end(self, *_: object) -> None:
         """End this process on a signal. A running task deletes its temporary file first."""
-        if self.busy:
+        if self._works:  # an import cannot pass on every exception, and has nothing to delete
             for name in calls.ENDING:  # a second signal would interrupt the clean-up
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
             raise KeyboardInterrupt
