@@ -241,9 +241,13 @@ class Sums:
                 if self._is_stopped:
                     return
                 length = min(_CHUNK, bound - at)
-                if not is_short:
-                    window.source.read_into(at, buffer[:length])
-                crc32 = checksum(window.read(at, length) if is_short else buffer[:length], crc32)
+                chunk: bytes | memoryview
+                if is_short:
+                    chunk = window.read(at, length)
+                else:
+                    chunk = buffer[:length]
+                    window.source.read_into(at, chunk)
+                crc32 = checksum(chunk, crc32)
                 at += length
             crc32_until[bound] = crc32
         for start, part in zip(starts, run, strict=True):

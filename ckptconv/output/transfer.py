@@ -162,11 +162,11 @@ class Transfer:
     def _move(self, out: Destination, small: _GatheredWrites, at: int, piece: Piece) -> Iterator[int]:
         """Write `piece` at the offset `at` of `out`, of which `small` gathers small writes. Yield each length."""
         piece = self._pieces.located(piece)
-        if isinstance(piece, ByteRange) and piece.length > AHEAD:
-            small.flush()  # so that a file object is written from its start to its end
-            yield from _copy(out, at, piece)
-            return
         if isinstance(piece, ByteRange):
+            if piece.length > AHEAD:
+                small.flush()  # so that a file object is written from its start to its end
+                yield from _copy(out, at, piece)
+                return
             source, offset = reading.located(piece)
             if self._window is None or self._window.source is not source:
                 self._window = Window(source)
