@@ -155,7 +155,7 @@ class Sums:
         self._error: BaseException | None = None
         # of many short runs, threads would only wait for each other
         is_much = sum(span.length for span in spans) >= max(_WORTH_THREADS, len(self._runs) * AHEAD)
-        self._most = min(_MOST_THREADS, processors(), len(self._runs)) if is_much else 0
+        self._most = min(_MOST_THREADS, processors() - 1, len(self._runs)) if is_much else 0
         self._threads = Threads(self._most, "ckptconv-sums")
 
     def __enter__(self) -> Sums:

@@ -141,7 +141,7 @@ def installed_torch() -> str | None:
     for folder in filter(os.path.isabs, sys.path):
         with contextlib.suppress(OSError):
             for name in os.listdir(folder):
-                if found := _INSTALLED.fullmatch(name):
+                if name.startswith("torch-") and (found := _INSTALLED.fullmatch(name)):
                     return found[1]
     return None
 

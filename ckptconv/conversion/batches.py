@@ -64,11 +64,13 @@ class _ThisThread(JobExecutor):
         #: Folders that are being synced, each with the jobs that wait for its next sync.
         self._folders: dict[Path, list[_Begun]] = {}
         self._threads = Threads(self.most, "ckptconv-sync")
-        self._next: tuple[set[str], int] = set(), 0  # the paths of the next job, and the bytes of its input
+        self._next: tuple[Task, set[str], int] | None = None  # with the paths and the bytes of its input
 
     def make_room(self, task: Task) -> None:
         """Finish waiting jobs until `task` fits within the limits and none of them has a path in common with it."""
-        paths, nbytes = self._next = _paths_and_size(task)
+        if self._next is None or self._next[0] is not task:
+            self._next = task, *_paths_and_size(task)
+        _, paths, nbytes = self._next
         while self._begun and (
             sum(each.nbytes for each in self._begun) + nbytes > _WAITING
             or any(not each.paths.isdisjoint(paths) for each in self._begun)
@@ -80,7 +82,8 @@ class _ThisThread(JobExecutor):
 
     def submit(self, task: Task) -> Future[Outcome]:
         """Run `task` up to its first wait for the disk. :meth:`make_room` must be called with the same task before."""
-        paths, nbytes = self._next
+        assert self._next is not None
+        _, paths, nbytes = self._next
         begun = _Begun(working(task, self.tick), Future(), paths, nbytes)
         self._begun.append(begun)
         self._go_on(begun, None)

@@ -83,7 +83,7 @@ def running(request: Request, progress: Meter | None = None) -> Steps[Report]:
     started = time.monotonic()
     output = request.output
     path, link = _path_of(request)
-    request = replace(request, dst=path)
+    request = request if path == request.dst else replace(request, dst=path)
     with ExitStack() as opened:
         store = store_of(path, writing=True)
         faults = CheckingSink(keep=store.scratch(path)) if output.verify else None

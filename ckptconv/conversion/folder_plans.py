@@ -63,7 +63,7 @@ def plan_source(source: Readable, request: Request, opened: ExitStack) -> Plan:
     if request.is_folder:
         return replace(plan, may_go=_successor(plan), like=folder.folder if folder and folder.is_stored else None)
     about = _about_config(source.path.parent, plan) if source.is_stored else []
-    return replace(plan, notes=(*plan.notes, *about))
+    return replace(plan, notes=(*plan.notes, *about)) if about else plan
 
 
 def _plan_folder(source: SourceFolder, request: Request, opened: ExitStack) -> Plan:

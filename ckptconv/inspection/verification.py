@@ -19,7 +19,6 @@ from ckptconv.byteranges.spans import ByteRange, Meter
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.torch_versions import ALL, KNOWN, asked_version, by_version
 from ckptconv.checkpoint.weights_only.objects import Answer
-from ckptconv.conversion.discovery import find
 from ckptconv.errors import (
     CkptconvError,
     DangerousError,
@@ -247,6 +246,8 @@ def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> li
     folder = locate(path)
     if not os.fspath(path) or not is_folder(folder):  # pathlib would read an empty path as the current folder
         return [os.fsdecode(path)]
+    from ckptconv.conversion.discovery import find  # only needed for folders
+
     paths = [
         str(each.path)
         for each in find(folder)
