@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -562,9 +563,9 @@ def refuse_one_place(targets: Iterable[tuple[Path, Path]]) -> None:
 def _ignores_case(path: Path) -> bool:
     """Return whether the filesystem of `path` ignores the case of letters. `path` need not exist."""
     for folder in Path(os.path.abspath(path)).parents:
-        other = folder.name.swapcase()
-        if other != folder.name and os.path.lexists(folder):
-            return os.path.lexists(folder.with_name(other)) and _is_same(folder, folder.with_name(other))
+        with suppress(OSError), os.scandir(folder) as entries:
+            for name in (entry.name for entry in entries if entry.name != entry.name.swapcase()):
+                return _is_same(folder / name, folder / name.swapcase())
     return False
 
 

@@ -358,8 +358,11 @@ def test_two_outputs_of_one_place(tree: Path) -> None:
 def names_of_one_file(folder: Path, *, ignores_case: bool) -> None:
     """Make `folder` answer as on a filesystem that ignores the case of letters (macOS, Windows), or as on ext4."""
     (folder / "Out").mkdir()
+    (folder / "Out" / "old").touch()
     other = folder / "oUT"
     other.symlink_to("Out") if ignores_case else other.mkdir()
+    if ignores_case:
+        (folder / "Out" / "OLD").symlink_to("old")
 
 
 @pytest.mark.parametrize("ignores_case", [True, False])
