@@ -19,7 +19,7 @@ from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.errors import some
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Call, Dict, List, Node, Object, Value, strings_of
+from ckptconv.pickles.graph import Call, Dict, List, Node, Object, Value, members_of, strings_of
 from ckptconv.pickles.paths import Place
 
 #: A number or a name.
@@ -223,15 +223,17 @@ def _group(value: Value) -> ParameterGroup | None:
     """Return the group in the mapping `value`. Return None if it does not list its parameters by numbers or names."""
     keys = strings_of(value) if isinstance(value, Dict) else {}
     params, names = keys.get("params"), keys.get("param_names")
-    if not isinstance(value, Dict) or not isinstance(params, List):
+    members = members_of(params) if isinstance(params, List) else None
+    if not isinstance(value, Dict) or members is None:
         return None
-    listed = [key for key in params.elements() if is_key(key)]
-    if len(listed) != len([*params.elements()]):
+    listed = [key for key in members if is_key(key)]
+    if len(listed) != len(members):
         return None
-    if not isinstance(names, List):
+    members = members_of(names) if isinstance(names, List) else None
+    if members is None:
         return ParameterGroup(value, listed, None)
-    texts = [name for name in names.elements() if isinstance(name, str)]
-    return ParameterGroup(value, listed, texts) if len(texts) == len(listed) == len([*names.elements()]) else None
+    texts = [name for name in members if isinstance(name, str)]
+    return ParameterGroup(value, listed, texts) if len(texts) == len(listed) == len(members) else None
 
 
 def _shape_of(entry: Value, tensors: Mapping[int, TensorInfo]) -> Shape | None:

@@ -22,9 +22,22 @@ from ckptconv.errors import at_path
 from ckptconv.hints import option
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
-from ckptconv.pickles.graph import Call, Dict, Effect, List, Node, Object, Tuple, Value, is_global, strings_of
+from ckptconv.pickles.graph import (
+    Call,
+    Dict,
+    Effect,
+    List,
+    Node,
+    Object,
+    Tuple,
+    Value,
+    is_global,
+    members_of,
+    strings_of,
+)
 from ckptconv.pickles.paths import Place
 from ckptconv.pickles.rows import RowCall
+from ckptconv.work import work
 
 #: The length of ``torch.get_rng_state()``: ``torch/csrc/…/CPUGeneratorImpl`` packs the CPU's Mersenne Twister so.
 CPU_RNG_BYTES = 5056
@@ -39,6 +52,7 @@ IS_AVERAGE = regex(r"(?i)(?<![a-z])(ema|averaged?|swa|shadow)(?![a-z])")
 _MAIN_NAMES = (
     "state_dict", "model", "model_state_dict", "module", "net", "network", "params", "weights", "model_state",
 )  # fmt: skip
+_STEPS = 4  # of work for a pair that takes a hundred bytes of memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,10 +261,12 @@ def _names_in_optimizer(keys: dict[str, Value]) -> list[tuple[Effect, int]]:
     """
     state, holder = keys["state"], keys["param_groups"]
     places = [*state.pairs()] if isinstance(state, Object) else []
-    groups = [each for each in holder.elements() if isinstance(each, Object)] if isinstance(holder, List) else []
+    members = members_of(holder) if isinstance(holder, List) else None
+    groups = [each for each in members or () if isinstance(each, Object)]
     lists = [items.get(key) for items in map(strings_of, dict.fromkeys(groups)) for key in ("params", "param_names")]
     for each in dict.fromkeys(each for each in lists if isinstance(each, List)):  # groups can share a list
         places += [(effect, i) for effect in each.effects for i in range(len(effect.values))]
+    work().charge(_STEPS * len(places))  # many optimizers can share a state or a list
     return [(effect, i) for effect, i in places if isinstance(effect.values[i], str)]
 
 

@@ -184,8 +184,12 @@ def _nameless(checkpoint: Checkpoint) -> str | None:
     Known reasons are the state of an optimizer and a list of tensors without names.
     """
     tensors, parts = checkpoint.tensor_nodes, checkpoint.detected.optimizer_nodes
+    seen: set[int] = set()
     for place in checkpoint.places:
         node, at = place.node, "it" if place.path == "." else place.path
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
         if id(node) in parts:
             return f"{at} is the state of an optimizer, and contains no weights"
         items = [*node.elements()] if isinstance(node, List) else []

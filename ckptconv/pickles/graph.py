@@ -386,15 +386,18 @@ _Object = TypeVar("_Object", bound=Object)
 def set_items(mapping: _Object, items: list[Value]) -> _Object:
     """Add `items`, keys and values in turn, to `mapping`. Return `mapping`.
 
-    One effect is added for each 1,000 items, as pickle's own writer does.
+    One effect is added for each 1,000 items, as pickle's own writer does. Raises LimitError if the budget of work is
+    used up, because many objects can share the container that the items are from.
     """
+    work().charge(len(items))
     for at in range(0, len(items), 2 * AT_ONCE):
         mapping.add(Effect("SETITEMS", items[at : at + 2 * AT_ONCE], None))
     return mapping
 
 
 def add_elements(holder: _Object, elements: Sequence[Value]) -> _Object:
-    """Add `elements` to the list or set `holder`, one effect for each 1,000 of them. Return `holder`."""
+    """Add `elements` to the list or set `holder`, as :func:`set_items` does. Return `holder`."""
+    work().charge(len(elements))
     opcode = "APPENDS" if isinstance(holder, List) else "ADDITEMS"
     for at in range(0, len(elements), AT_ONCE):
         holder.add(Effect(opcode, [*elements[at : at + AT_ONCE]], None))
@@ -428,7 +431,8 @@ def members_of(node: Value, most: int | None = None) -> list[Value] | None:
     """Return the members of a tuple, list, set or frozenset. Return None if `node` is none of these.
 
     Before protocol 4, a set is a call of its class with a sequence. Of such a call, only the first `most` members are
-    returned if `most` is not None, because many calls can share one long sequence.
+    returned if `most` is not None, because many calls can share one long sequence. Raises LimitError if the budget of
+    work is used up.
     """
     if isinstance(node, Call) and is_global(node.callable, *SET_CLASSES) and not node.effects:
         args = args_of(node)
@@ -438,8 +442,13 @@ def members_of(node: Value, most: int | None = None) -> list[Value] | None:
     else:
         most = None
     if isinstance(node, (Tuple, FrozenSet)):
-        return node.items[:most]
-    return list(islice(node.elements(), most)) if isinstance(node, (List, Set)) else None
+        members = node.items[:most]
+    elif isinstance(node, (List, Set)):
+        members = list(islice(node.elements(), most))
+    else:
+        return None
+    work().charge(len(members))
+    return members
 
 
 def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:
@@ -479,9 +488,12 @@ def is_global(node: Value, *names: str) -> bool:
 def strings_of(mapping: Object) -> dict[str, Value]:
     """Return a dict of the string keys of `mapping` and their values.
 
-    If a key is set twice, the last value is returned.
+    If a key is set twice, the last value is returned. Raises LimitError if the budget of work is used up, because many
+    objects can share a mapping.
     """
-    return {key: value for key, value in mapping.entries() if isinstance(key, str)}
+    entries = [*mapping.entries()]
+    work().charge(len(entries))
+    return {key: value for key, value in entries if isinstance(key, str)}
 
 
 def is_count(value: Value) -> TypeGuard[int]:

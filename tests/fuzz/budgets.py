@@ -108,6 +108,14 @@ def _groups(n: int) -> bytes:
     )
 
 
+def _optimizers(n: int) -> bytes:
+    """State dicts of optimizers that have one list of groups, whose only group has many names."""
+    names = b"](" + b"".join(b"\x8c\x08%08d" % i for i in range(n // 2)) + b"e"
+    groups = b"]}" + text("params") + names + b"sa"
+    each = b"}(" + text("state") + b"}" + text("param_groups") + b"h\0u"
+    return b"(" + groups + b"q\0" + each * (n // 14) + b"t"
+
+
 def _modules(n: int) -> bytes:
     """Modules that have one dict of parameters."""
     module = b"h\1)\x81}(" + _PARTS[0] + b"h\0" + _PARTS[1] + b"}" + _PARTS[2] + b"}ub"
@@ -230,6 +238,22 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "a tuple in torch.Size": _shared(_tuple, b"h\1", b"h\0", b"\x85", b"R", also=_SIZE),
     "a torch.Size": _shared(lambda n: _SIZE + _tuple(n) + b"\x85R", b"]", b"h\0", b"a"),
     "a list in sets of protocol 2": _shared(_list, b"h\1", b"h\0", b"\x85", b"R", also=_SET),
+    "a list in frozensets of protocol 2": _shared(
+        _list, b"h\1", b"h\0", b"\x85", b"R", also=b"c__builtin__\nfrozenset\n"
+    ),
+    "a list in queues": _shared(_list, b"h\1", b"h\0", b"\x85", b"R", also=b"ccollections\ndeque\n"),
+    "a dict in counters": _shared(_dict, b"h\1", b"h\0", b"\x85", b"R", also=b"ccollections\nCounter\n"),
+    "a dict in namespaces": _shared(_dict, b"h\1", b")", b"\x81", b"h\0", b"b", also=b"cargparse\nNamespace\n"),
+    "a dict in refused namespaces": _shared(
+        _dict, b"h\1", b"K\1", b"\x85", b"R", b"h\0", b"b", also=b"cargparse\nNamespace\n"
+    ),
+    "a dict in mappings of protocol 0": lambda n: (
+        b"("
+        + _dict(n // 2)
+        + b"q\0cm\nC\nq\1c__builtin__\ndict\nq\2ccopy_reg\n_reconstructor\nq\3"
+        + b"h\3(h\1h\2h\0tR" * (n // 14)
+        + b"t"
+    ),
     "a set of protocol 2": _shared(lambda n: _SET + _list(n) + b"\x85R", b"]", b"h\0", b"a"),
     "a dict as a state": _shared(_dict, b"h\1", b")", b"\x81", b"h\0", b"b", also=_CLASS),
     "a tuple as a state": _shared(_tuple, b"h\1", b")", b"\x81", b"h\0", b"b", also=_CLASS),
@@ -268,6 +292,7 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     ),
     "a getter": _shared(_getter, b"h\0", b"h\1", b"\x85", b"R", also=_CALL),
     "a list of parameters in groups": _groups,
+    "a list of groups in optimizers": _optimizers,
     "modules of one dict": _modules,  # bounded by how many names there may be
     "dicts with a tensor": _dicts_of_tensors,
     "a text in many codecs": _in_codecs,

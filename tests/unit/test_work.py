@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import ckptconv
-from ckptconv.errors import LimitError
+from ckptconv.errors import CkptconvError, LimitError
 from ckptconv.limits import Limits
-from ckptconv.pickles.graph import Tuple, gc_paused, walk
+from ckptconv.pickles.graph import List, Tuple, Value, gc_paused, walk
 from ckptconv.work import Work, bounded, seen, tell, watched, work
 from tests.fuzz.budgets import file_of
 
@@ -84,6 +84,54 @@ def test_every_command_counts(shape: str, command: str, tmp_path: Path, monkeypa
     with pytest.raises(LimitError, match="too much work"):
         COMMANDS[command](path)
     assert not path.with_name("out.pt").exists()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "a list in sets of protocol 2",
+        "a list in frozensets of protocol 2",
+        "a list in queues",
+        "a dict as a state",
+        "a dict in states",
+        "a dict in namespaces",
+        "a dict in mappings of protocol 0",
+    ],
+)
+def test_what_objects_share_counts_for_each(shape: str, tmp_path: Path) -> None:
+    """A small file whose objects share one container is refused: each plain form would have all its members."""
+    path = tmp_path / "a.pt"
+    path.write_bytes(file_of(shape, 60_000)[0])
+    with pytest.raises(LimitError, match="too much work"):
+        COMMANDS["loadable"](path)
+
+
+@pytest.mark.parametrize("shape", ["a list of parameters in groups", "a list of groups in optimizers"])
+def test_what_optimizers_share_counts_for_each(shape: str, tmp_path: Path) -> None:
+    """`inspect` lists the parameters of each group of each optimizer."""
+    path = tmp_path / "a.pt"
+    path.write_bytes(file_of(shape, 60_000)[0])
+    with pytest.raises(LimitError, match="too much work"):
+        ckptconv.inspect(path)
+
+
+def test_a_list_in_many_lists_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for a state dict where there is none is told so, also if a long list has many places."""
+    path = tmp_path / "a.pt"
+    path.write_bytes(file_of("a list in lists", 4000)[0])
+    taken = 0
+    elements = List.elements
+
+    def counted(node: List) -> Iterator[Value]:
+        nonlocal taken
+        for element in elements(node):
+            taken += 1
+            yield element
+
+    monkeypatch.setattr(List, "elements", counted)
+    with pytest.raises(CkptconvError, match="there is no state dict in it"):
+        ckptconv.convert(path, tmp_path / "out.pt", state_dict=True)
+    assert taken < 10 * 4000
 
 
 def budgets(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[Work]:

@@ -54,6 +54,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.machine import CODES
 from ckptconv.pickles.paths import Place, Referrers, is_item
+from ckptconv.work import work
 
 _KINDS: tuple[tuple[type, str], ...] = (
     (Dict, "dict"), (List, "list"), (Set, "set"), (str, "text"), (bool, "bool"), (int, "int"), (float, "float"),
@@ -323,7 +324,8 @@ def _reads(row: Row, place: Place, value: Value) -> str:
 def _placed(node: Value, referrers: Referrers, old_of: Mapping[int, Value], places: Mapping[int, Place]) -> set[int]:
     """Return the ids of the nearest nodes of the source that have a place: `node`, or the nodes that contain it.
 
-    A global that is called has the place of its calls. The set is empty if no place is found.
+    A global that is called has the place of its calls. The set is empty if no place is found. Raises LimitError if the
+    budget of work is used up.
 
     Args:
         node: A node of the graph now.
@@ -338,6 +340,7 @@ def _placed(node: Value, referrers: Referrers, old_of: Mapping[int, Value], plac
         users = referrers.users(node)
         todo = [user if isinstance(user, Call) and user.callable is node else node for user in users] or todo
     while todo:
+        work().charge(1)
         node = todo.pop()
         old = old_of.get(id(node), node)
         if id(old) in places:

@@ -18,6 +18,7 @@ from ckptconv.pickles.graph import (
     is_count,
     is_global,
 )
+from ckptconv.work import work
 
 _RECONSTRUCTOR = "copyreg._reconstructor"
 
@@ -51,7 +52,8 @@ class Pickled:
     def attributes(self) -> dict[str, Value]:
         """Return the attributes in all states. Raise NotPlain if a state is not a dict with string keys.
 
-        A state of an object with slots is a pair of such dicts.
+        A state of an object with slots is a pair of such dicts. Raises LimitError if the budget of work is used up,
+        because many objects can share a state.
         """
         found: dict[str, Value] = {}
         for state in self.states:
@@ -61,7 +63,9 @@ class Pickled:
                     continue
                 if not isinstance(part, Dict):
                     raise NotPlain("its state is not a dict")
-                for key, value in part.entries():
+                entries = [*part.entries()]
+                work().charge(len(entries))
+                for key, value in entries:
                     name = text_of(key)
                     if name is None:
                         raise NotPlain("its state has a name that is not a string")
@@ -85,6 +89,7 @@ def pickled(call: Call) -> Pickled | None:
         elif state is not None or not is_global(base, "builtins.object", "__builtin__.object"):
             return None
         name, args, is_new = imported_name(cls, 2) if isinstance(cls, Global) else "", [], True
+    work().charge(len(args) + len(items))
     return Pickled(call, name, args, is_new, items, [*call.elements()], call.states())
 
 
