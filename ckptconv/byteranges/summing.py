@@ -1,8 +1,8 @@
 """Compute statistics of numbers: counts of NaN, infinities and zeros, extremes, moments, and a histogram.
 
-Counts and extremes are exact. Mean and squares are computed in float64, in two passes over each block, and blocks are
-combined by Chan's formulas. So neither many elements nor a mean far from 0 loses more than a few digits. Complex
-numbers count by their magnitude.
+Counts and extremes are exact. Mean and squares are computed in float64, a block at a time, and blocks are combined by
+Chan's formulas. A mean that is not small is subtracted before squaring. So neither many elements nor a mean far from 0
+loses more than a few digits. Complex numbers count by their magnitude.
 
 NumPy sums most dtypes, if it is installed. torch sums the others, and is not imported for those of NumPy.
 """
@@ -10,7 +10,8 @@ NumPy sums most dtypes, if it is installed. torch sums the others, and is not im
 from __future__ import annotations
 
 from collections import Counter
-from math import isfinite, sqrt
+from collections.abc import Callable
+from math import inf, isfinite, sqrt
 from typing import Any
 
 from ckptconv.byteranges.histograms import exponents_of
@@ -23,6 +24,7 @@ _BY_NUMPY = {
 }
 _BITS = {"bfloat16": "uint16", "bool": "uint8"}  # dtypes that NumPy does not have, or not for all bytes
 _BLOCK = 1 << 15  # elements summed in one step: few enough that torch uses one thread and they fit into a cache
+_DOT = 1 << 13  # elements of a dot product: so few that no library uses threads for it
 
 
 def is_number(name: str) -> bool:
@@ -63,13 +65,16 @@ class Statistics:
         self.exponents = Counter[int]()
 
     def add(self, data: memoryview) -> None:
-        """Add the elements in `data`."""
+        """Add the elements in `data`, whose bytes may be changed."""
         if self._name in _BY_NUMPY and (np := numpy()):
             numbers = np.frombuffer(data, _BITS.get(self._name, self._name))
+            room = np.empty(min(len(numbers), _BLOCK))  # for all blocks, because new memory takes the kernel's time
             with np.errstate(all="ignore"):  # overflow and NaN
                 for at in range(0, len(numbers), _BLOCK):
                     block = self._decoded(np, numbers[at : at + _BLOCK])
-                    self._add(np, block.astype(np.float64), block)
+                    values = room[: len(block)]
+                    values[:] = block
+                    self._add(np, values, block, _extremes)
             return
         from ckptconv.byteranges.kernels import numbers as kernel
         from ckptconv.byteranges.kernels import torch
@@ -78,7 +83,8 @@ class Statistics:
         for at in range(0, len(elements), _BLOCK):
             block = elements[at : at + _BLOCK]
             values = kernel.magnitudes(kernel.as_complex(block)) if block.is_complex() else kernel.as_real(block)
-            self._add(torch, values, values if block.is_floating_point() or block.is_complex() else block)
+            is_exact = block.is_floating_point() or block.is_complex()
+            self._add(torch, values, values if is_exact else block, kernel.extremes)
 
     def _decoded(self, np: Any, numbers: Any) -> Any:
         """Return `numbers`, an array of NumPy that may contain bits, as numbers that NumPy computes with quickly."""
@@ -88,8 +94,11 @@ class Statistics:
             return (numbers != 0).view(np.uint8)
         return numbers.astype(np.float32) if self._name == "float16" else numbers
 
-    def _add(self, xp: Any, values: Any, numbers: Any) -> None:
-        """Add `numbers`, which are `values` in float64. Both are arrays of `xp`, which is NumPy or torch."""
+    def _add(self, xp: Any, values: Any, numbers: Any, extremes: Callable[[Any], tuple[float | int, ...]]) -> None:
+        """Add `numbers`, which are `values` in float64. Both are arrays of `xp`, which is NumPy or torch.
+
+        `extremes` returns the smallest and the largest number of an array. `values` is changed.
+        """
         total = float(values.sum())
         if not isfinite(total):  # this is rare
             values = numbers = self._finite(xp, values)
@@ -99,22 +108,16 @@ class Statistics:
             return
         if self._histogram:
             self.exponents.update(exponents_of(values, xp))
-        if is_numpy := xp is numpy():
-            self.zeros += n - int(xp.count_nonzero(numbers != 0))
-            low, high = numbers.min().item() + 0, numbers.max().item() + 0  # -0.0 is 0.0
-        else:
-            from ckptconv.byteranges.kernels.numbers import extremes
-
-            self.zeros += n - int(values.count_nonzero())
-            low, high = extremes(numbers)
+        self.zeros += n - int(xp.count_nonzero(values != 0))
+        low, high = extremes(numbers)
         mean = total / n if isfinite(total) else min(max(float((values / n).sum()), low), high)
-        if is_numpy:
-            values -= mean  # in place, because new memory takes the kernel's time
-            squares = xp.einsum("i,i", values, values)  # dot() uses threads
+        squares = _squares(values)
+        if squares < inf and mean * total <= squares / 100:  # so the difference has as many digits
+            squares -= mean * total
         else:
-            values = values - mean
-            squares = xp.dot(values, values)
-        self._put(n, low, high, mean, float(squares))
+            values -= mean
+            squares = _squares(values)
+        self._put(n, low, high, mean, squares)
 
     def _finite(self, xp: Any, values: Any) -> Any:
         """Count the values that are not finite. Return the finite ones."""
@@ -163,3 +166,14 @@ class Statistics:
     def norm(self) -> float:
         """The square root of the sum of the squares of all finite numbers."""
         return sqrt(self.squares + self.finite * (self.mean * self.mean))
+
+
+def _extremes(numbers: Any) -> tuple[float | int, ...]:
+    """Return the smallest and the largest of `numbers`, an array of NumPy."""
+    return numbers.min().item() + 0, numbers.max().item() + 0  # -0.0 is 0.0
+
+
+def _squares(values: Any) -> float:
+    """Return the sum of the squares of `values`, an array of float64."""
+    parts = (values[at : at + _DOT] for at in range(0, len(values), _DOT))
+    return float(sum(part.dot(part) for part in parts))
