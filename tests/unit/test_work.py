@@ -98,10 +98,11 @@ def test_every_command_counts(shape: str, command: str, tmp_path: Path, monkeypa
         "a dict in mappings of protocol 0",
     ],
 )
-def test_what_objects_share_counts_for_each(shape: str, tmp_path: Path) -> None:
+def test_what_objects_share_counts_for_each(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small file whose objects share one container is refused: each plain form would have all its members."""
     path = tmp_path / "a.pt"
-    path.write_bytes(file_of(shape, 60_000)[0])
+    path.write_bytes(file_of(shape, 6000)[0])
+    monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=200_000, work_each=0))
     with pytest.raises(LimitError, match="too much work"):
         COMMANDS["loadable"](path)
 

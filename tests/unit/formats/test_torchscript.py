@@ -35,6 +35,7 @@ from tests.support.archives import flip_bit, records_of, rezip
 from tests.support.conversions import converted, read, refused, run_without_torch, unreadable
 from tests.support.judge import tags_of
 from tests.support.memory import memory_below
+from tests.support.sampled import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
@@ -621,7 +622,10 @@ def test_a_torch_zip_with_constants_is_a_program_whatever_its_root(src: Path, ds
 @pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.parametrize(
-    "line", [b"class X(Module):\n", b'torch.device("cuda:0")\n', b"  a : i\n", b'  __parameters__ = ["a", "b", "c"]\n']
+    "line",
+    sampled(
+        [b"class X(Module):\n", b'torch.device("cuda:0")\n', b"  a : i\n", b'  __parameters__ = ["a", "b", "c"]\n']
+    ),
 )
 def test_code_that_says_too_much_is_refused(save: Save, line: bytes) -> None:
     """Half a million classes, devices, attributes or names are no model, and are refused before there are many; so is
