@@ -22,6 +22,8 @@ class Limits:
     #: Characters in the names of all globals. One text in a pickle can be the module of many globals. Python, torch and
     #: numpy have fewer characters.
     global_characters: int = 16 * MIB
+    #: Characters in the name of one of them, which each of its calls needs several times. Real ones have 200.
+    global_name: int = 1_000
     #: Steps of work in one command (:mod:`ckptconv.work`), and more for each byte of its pickles and headers. A step is
     #: about half a microsecond or 30 bytes of memory. The real files that tests read take at most 62,000 steps, and at
     #: most 2 for a byte. A module of 3,000 layers takes 1.7 for a byte in ``inspect``, and 2.9 for ``--loadable``.

@@ -391,7 +391,15 @@ class PickleMachine:
         """Return the node of the global ``module.name``, without importing it. One name always has the same node."""
         node = self.named.get((module, name))
         if node is None:
-            self.named_characters += len(module) + len(name)
+            length = len(module) + len(name)
+            if length > LIMITS.global_name:
+                raise LimitError(
+                    "the name of a class or function is too long",
+                    where=f"{self.where} at byte {self.tell()}",
+                    expected=f"at most {LIMITS.global_name:,} characters",
+                    got=f"{length:,}",
+                )
+            self.named_characters += length
             node = self.named[module, name] = Global(module, name)
             self.check_named()
         else:

@@ -208,6 +208,12 @@ CASES: dict[str, Case] = {
         LimitError,
         "names too many classes and functions",
     ),
+    "global_name": Case(
+        file(torch_zip_of(checkpoint(b"cm\n" + b"f" * 300 + b"\n"))),
+        301,
+        LimitError,
+        "the name of a class or function is too long",
+    ),
     "nesting": Case(file(torch_zip_of(checkpoint(nested(50)))), 51, LimitError, "nested too deeply"),
     "rank": Case(
         file(torch_zip_of(checkpoint(tensor(None, (1,) * 7, (1,) * 7)))), 7, LimitError, "too many dimensions"
