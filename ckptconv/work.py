@@ -16,6 +16,9 @@ from typing import TypeAlias, TypeVar
 from ckptconv.errors import LimitError
 from ckptconv.limits import LIMITS
 
+#: Characters of a text that are copied in one step.
+CHARACTERS = 30
+
 
 class Work:
     """A budget: the number of steps that are ``left``, and the number of bytes for which steps were granted."""

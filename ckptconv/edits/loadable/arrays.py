@@ -20,7 +20,7 @@ from ckptconv.checkpoint.merging import TensorCalls
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import Reference, Storage, row_major
 from ckptconv.dtypes import BY_NAME
-from ckptconv.edits.loadable.pickled import NotPlain, Pickled, count_of, data_of, pickled
+from ckptconv.edits.loadable.pickled import LONGEST_WORD, NotPlain, Pickled, count_of, data_of, pickled
 from ckptconv.errors import LimitError
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
@@ -37,9 +37,11 @@ from ckptconv.pickles.graph import (
     add_elements,
     args_of,
     imported_name,
+    members_of,
     set_items,
     strings_of,
 )
+from ckptconv.work import CHARACTERS, work
 
 _NAME = regex(r"([biufcOSUVMm])([0-9]{0,9})|(\?)")
 #: The names of dtypes, which torch and numpy share, by kind and size.
@@ -53,6 +55,7 @@ _STRUCT = {
     "bool": "?", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B", "uint16": "H", "uint32": "I",
     "uint64": "Q", "float16": "e", "float32": "f", "float64": "d", "complex64": "ff", "complex128": "dd",
 }  # a table  # fmt: skip
+_STEPS = 5  # of work for a dtype
 _TIME_BYTES = 8
 _NO_TIME = -(1 << 63)
 #: Units of time: the seconds in each, and the characters of its ISO text.
@@ -206,13 +209,14 @@ def numpy_dtype(value: Value, depth: int = 8) -> NumpyDType:
 
     Structured dtypes may be nested up to `depth` levels.
     """
+    work().charge(_STEPS)  # any number of fields and arrays can share it
     made = pickled(value) if isinstance(value, Call) else None
     if made is None or made.cls != "numpy.dtype" or not made.args or len(made.states) != 1 or not depth:
         raise NotPlain("its dtype is not in the form that NumPy writes")
     name, state = text_of(made.args[0]), made.states[0]
     found = _NAME.fullmatch(name) if name else None
     if found is None or not isinstance(state, Tuple) or len(state.items) not in (8, 9):
-        raise NotPlain(f"its dtype is {name or 'not one of NumPy'}")
+        raise NotPlain(f"its dtype is {name[:LONGEST_WORD] if name else 'not one of NumPy'}")
     kind, itemsize = ("b", 1) if found[3] else (found[1], int(found[2] or 0))
     order = _word(state.items[1])
     inner, names, fields, size = state.items[2:6]
@@ -240,9 +244,10 @@ def _unit(metadata: list[Value]) -> str:
     """Return the unit of time in the metadata of a dtype. Raise NotPlain for a multiple of a unit."""
     parts = metadata[0].items if metadata and isinstance(metadata[0], Tuple) else []
     unit = parts[1].items if len(parts) == 2 and isinstance(parts[1], Tuple) else []
-    if len(unit) != 4 or [number for number in unit[1:3] if number != 1]:
+    word = _word(unit[0]) if len(unit) == 4 else ""
+    if len(unit) != 4 or [number for number in unit[1:3] if number != 1] or len(word) > LONGEST_WORD:
         raise NotPlain("its unit of time is a multiple, or not valid")
-    return _word(unit[0])
+    return word
 
 
 def _structured(dtype: NumpyDType, inner: Value, names: Value, fields: Value, depth: int) -> NumpyDType:
@@ -313,9 +318,9 @@ class _Array:
             order, axes, states = ("F" if fortran else "C"), None, []
         if states or made.items or made.elements or not isinstance(shape, Tuple):
             raise NotPlain("it is not in the form that NumPy writes")
-        self.shape = tuple(count_of(size) for size in shape.items)
-        if len(self.shape) > LIMITS.rank:
+        if len(shape.items) > LIMITS.rank:  # any number of arrays can share it
             raise NotPlain(f"it has more than {LIMITS.rank} dimensions")
+        self.shape = tuple(count_of(size) for size in shape.items)
         self.dtype = numpy_dtype(dtype)
         self.strides = row_major(self.shape)
         if order == "F":
@@ -336,8 +341,9 @@ def _transposed(shape: tuple[int, ...], axes: Value) -> tuple[tuple[int, ...], t
 
     Raise NotPlain if `axes` are not valid.
     """
-    order = [count_of(axis) for axis in axes.items] if isinstance(axes, Tuple) else []
-    if sorted(order) != [*range(len(shape))]:
+    items = axes.items if isinstance(axes, Tuple) else []
+    order = [count_of(axis) for axis in items] if len(items) == len(shape) else None
+    if order is None or sorted(order) != [*range(len(shape))]:
         raise NotPlain("the order of its axes is not valid")
     strides = row_major(shape)
     return tuple(shape[axis] for axis in order), tuple(strides[axis] for axis in order)
@@ -352,6 +358,7 @@ def scalar(made: Pickled) -> Value:
     data = bytes_of(value)
     if data is None or len(data) != read.itemsize:
         raise NotPlain("its number of bytes does not match its dtype")
+    work().charge(len(data) // CHARACTERS)  # any number of scalars can share them
     return read.reader()(data)
 
 
@@ -406,6 +413,7 @@ class Arrays:
         if dtype.torch and id(made.call) not in self.in_states:
             return self._tensor(array, dtype.torch, data)
         self._spend(data.length, values=array.numel + prod(array.shape[:-1]))
+        work().charge(data.length // CHARACTERS)
         if array.numel and not dtype.itemsize:
             raise NotPlain("its elements have no bytes")
         held, read = data.source.read(data.offset, data.length), dtype.reader()
@@ -426,7 +434,7 @@ class Arrays:
 
         Raises NotPlain if their number does not match the shape.
         """
-        items = [*array.data.elements()] if isinstance(array.data, List) else []
+        items = (members_of(array.data) if isinstance(array.data, List) else None) or []
         if len(items) != array.numel:
             raise NotPlain("its number of objects does not match its shape")
         self._spend(0, values=prod(array.shape[:-1]))

@@ -298,6 +298,7 @@ def _hashable(key: Value, plain: Callable[[Value], Value], depth: int = 4) -> ob
     levels deep.
     """
     if isinstance(key, Tuple) and depth and len(key.items) <= _LONGEST_KEY:
+        work().charge(len(key.items))  # keys can share items
         return tuple(_hashable(item, plain, depth - 1) for item in key.items)
     return plain(key)
 
@@ -416,8 +417,10 @@ def _first_met(root: Place, inside: Mapping[int, list[Place]], stops: Collection
     """
     found: list[Place] = []
     seen: set[int] = set()
+    budget = work()
     todo = [root]
     while todo:
+        budget.charge(1)  # there are as many searches as levels
         place = todo.pop()
         if id(place.node) in stops:
             found.append(place)

@@ -20,7 +20,10 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.work import work
 
+#: Characters of a word of the file in a reason, which any number of objects can have.
+LONGEST_WORD = 100
 _RECONSTRUCTOR = "copyreg._reconstructor"
+_AT_ONCE = 10  # characters in one step of work
 
 
 class NotPlain(Exception):
@@ -89,13 +92,18 @@ def pickled(call: Call) -> Pickled | None:
         elif state is not None or not is_global(base, "builtins.object", "__builtin__.object"):
             return None
         name, args, is_new = imported_name(cls, 2) if isinstance(cls, Global) else "", [], True
-    work().charge(len(args) + len(items))
-    return Pickled(call, name, args, is_new, items, [*call.elements()], call.states())
+    elements = [*call.elements()]
+    work().charge(len(args) + len(items) + len(elements) + len(call.effects))
+    return Pickled(call, name, args, is_new, items, elements, call.states())
 
 
 def texts_of(values: list[Value]) -> list[str]:
-    """Return `values` as strings. Raise NotPlain if a value is not a text."""
+    """Return `values` as strings. Raise NotPlain if a value is not a text.
+
+    Raises LimitError if the budget of work is used up, because many objects can share a long text.
+    """
     texts = [text for value in values if (text := text_of(value)) is not None]
+    work().charge(sum(map(len, texts)) // _AT_ONCE)
     if len(texts) != len(values):
         raise NotPlain("it is not created from strings")
     return texts

@@ -17,7 +17,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 
 from ckptconv.checkpoint.legacy_python import bytes_of
 from ckptconv.edits.loadable.arrays import FROM_BUFFER, RECONSTRUCT, SCALAR, numpy_dtype, scalar
-from ckptconv.edits.loadable.pickled import NotPlain, Pickled, pickled, texts_of
+from ckptconv.edits.loadable.pickled import LONGEST_WORD, NotPlain, Pickled, pickled, texts_of
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Dict, List, Node, Set, Value, add_elements, members_of, set_items
 
@@ -52,7 +52,7 @@ def _mapping(made: Pickled) -> Dict:
         known = {key: value for key, value in zip(items[::2], items[1::2], strict=True) if isinstance(key, str)}
         for name, value in made.attributes().items():
             if name not in _OWN and not (name in known and _is_same(known[name], value)):
-                raise NotPlain(f"its attribute {name} is not one of its items")
+                raise NotPlain(f"its attribute {name[:LONGEST_WORD]} is not one of its items")
     return set_items(Dict(), items)
 
 
