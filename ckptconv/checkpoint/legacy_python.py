@@ -127,8 +127,10 @@ def _set_items(call: Call, graph: Graph) -> None:
         return
     items: list[Value] = []
     for pair in pairs.elements():
-        parts = list(pair.elements()) if isinstance(pair, List) else pair.items if isinstance(pair, Tuple) else []
-        if len(parts) != 2 or pair in graph.shared:
+        if not isinstance(pair, (List, Tuple)) or pair in graph.shared:  # before it is read, for it can be long
+            return
+        parts = list(pair.elements()) if isinstance(pair, List) else pair.items
+        if len(parts) != 2:
             return
         items += parts
     _keep(call, graph)

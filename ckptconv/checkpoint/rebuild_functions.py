@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.checkpoint.storage_ids import storage_id
@@ -31,10 +31,12 @@ from ckptconv.pickles.graph import (
     args_of,
     is_count,
     is_global,
+    strings_of,
     type_of,
 )
 from ckptconv.pickles.paths import Place
 from ckptconv.pickles.rows import RowCall, RowForm
+from ckptconv.work import CHARACTERS, work
 
 FROM_CPU_TENSOR = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 #: The position of the device among the arguments of rebuild functions.
@@ -60,6 +62,7 @@ STRIDED = (
 )
 _JAGGED = "torch.nested._internal.nested_tensor._rebuild_njt"
 _SHOWN = 3  # paths in a note
+_LONGEST_DEVICE = 100  # characters; any number of tensors can share one
 _facts_of = attrgetter(*TensorInfo.__slots__)
 #: Classes in modules below ``torch.distributed`` whose objects contain one process's part of a tensor that is spread
 #: over several processes.
@@ -90,14 +93,19 @@ class OtherDType(Global):
 # Devices as arguments
 
 
+def _is_device(value: Value) -> TypeGuard[str]:
+    """Return whether `value` is a string that can be the name of a device."""
+    return isinstance(value, str) and len(value) <= _LONGEST_DEVICE
+
+
 def torch_device(node: Value) -> str | None:
-    """Return the device that `node` names: a string, or a call of ``torch.device``. Return None for other values."""
+    """Return the device that `node`, a short string or a call of ``torch.device``, names, or None for other values."""
     if isinstance(node, Call) and is_global(node.callable, "torch.device") and isinstance(node.args, Tuple):
         parts = node.args.items
-        if parts and all(isinstance(part, str) or (type(part) is int and 0 <= part < 1000) for part in parts):
+        if 0 < len(parts) < 3 and all(_is_device(part) or (type(part) is int and 0 <= part < 1000) for part in parts):
             return ":".join(str(part) for part in parts if isinstance(part, (str, int)))
         return None
-    return node if isinstance(node, str) else None
+    return node if _is_device(node) else None
 
 
 def device_arguments(call: Call) -> list[DeviceArgument]:
@@ -287,7 +295,10 @@ class TensorReader:
         else:
             key = (id(node),)
         first = self.same.setdefault(key, info.path)
-        return None if first == info.path else first
+        if first == info.path:
+            return None
+        work().charge(len(first) // CHARACTERS)  # reports have it for each tied tensor
+        return first
 
     def read(self, function: str, args: list[Value]) -> TensorInfo | None:
         """Return the tensor that `function` builds from `args`. Return None if a storage or an inner tensor is unknown.
@@ -509,10 +520,7 @@ def _has_bit(metadata: Value, name: str) -> bool:
 
     Source: ``torch._utils.set_tensor_metadata``.
     """
-    if not isinstance(metadata, Dict):
-        return False
-    values = [value for key, value in metadata.entries() if key == name]
-    return bool(values) and values[-1] is True
+    return isinstance(metadata, Dict) and strings_of(metadata).get(name) is True
 
 
 def is_spread(cls: Value) -> bool:

@@ -57,7 +57,7 @@ from ckptconv.result import Result
 from ckptconv.safety.scan import Concern, Level, concerns, level_of
 from ckptconv.safety.torch_load import CALL, NO_SAFETENSORS, SAFETENSORS_SINCE, Loading, answers_of, torch_loading
 from ckptconv.stores.memory import Input
-from ckptconv.work import seen, work
+from ckptconv.work import CHARACTERS, seen, work
 
 if TYPE_CHECKING:
     from ckptconv.inspection.values import TensorValues
@@ -533,6 +533,7 @@ def _rows(checkpoint: Checkpoint) -> Iterator[TensorSummary]:
     }
     numbers = {id(storage): i for i, storage in enumerate(checkpoint.storages.values())}
     for info in seen("rows", checkpoint.tensors.values(), len(checkpoint.tensors)):
+        work().charge(len(info.device) // CHARACTERS)  # any number of tensors can have a long one
         name, module_path = in_modules.get(info.path, (info.name, None))
         yield TensorSummary(
             path=info.path,
@@ -733,7 +734,7 @@ def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, 
         if is_whole:
             hidden.add(id(place))
         if words is not None:
-            budget.charge(_STEPS)
+            budget.charge(_STEPS + place.length // CHARACTERS)
             yield place.path, words
 
 
