@@ -19,10 +19,12 @@ from ckptconv.guesses import close_matches
 from ckptconv.hints import Option, command, command_in, joined, option
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Object, Set, Tuple, Value, set_items, strings_of
 from ckptconv.pickles.paths import Place, item_segments, key_segment
+from ckptconv.work import CHARACTERS, work
 
 _LISTED = 20  # candidates in an error
 _LOOKED_AT = 2000  # paths among which a similar one is searched
 _ADDING = ("APPEND", "APPENDS", "ADDITEMS")
+_STEPS = 10  # of work for a path that is left out
 
 
 @names_checkpoint
@@ -165,8 +167,8 @@ def _refuse_partitioned(checkpoint: Checkpoint, found: StateDict) -> None:
     root = checkpoint.root.node
     groups = strings_of(root).get("param_shapes") if isinstance(root, Dict) else None
     shapes: dict[Value, Value] = {}
-    for group in groups.elements() if isinstance(groups, List) else ():
-        shapes.update(group.entries() if isinstance(group, (Dict, Call)) else ())
+    for group in dict.fromkeys(groups.elements() if isinstance(groups, List) else ()):  # a list can repeat one
+        shapes.update(strings_of(group) if isinstance(group, (Dict, Call)) else {})
     for name, value in found.items() if shapes else ():
         info = checkpoint.tensor_nodes.get(id(value))
         if info and 0 in info.shape and name in shapes and ints_of(shapes[name]) != info.shape:
@@ -445,6 +447,7 @@ def holder_of(place: Place) -> tuple[Object, str] | None:
     """
     outer = place.parent.node if place.parent else None
     if place.segment.startswith("/.") and isinstance(outer, Object):  # an attribute is an item of a state
+        work().charge(len(outer.effects))
         states = (state for state in outer.states() if isinstance(state, Dict) and place.key in strings_of(state))
         return next(((state, key_segment(place.key, 0)) for state in states), None)
     return (outer, place.segment) if isinstance(outer, Object) else None
@@ -491,7 +494,9 @@ def leave_out(
     left = _restrict(checkpoint, checkpoint.root, {why: unwanted}, index)
     named = {place.path for place in unwanted}
     for place in again:  # a mapping with two paths loses its items at both
-        paths = [place.path.removesuffix(".") + segment for segment in sorted(by_mapping[id(place.node)][1])]
+        segments = by_mapping[id(place.node)][1]
+        work().charge((_STEPS + place.length // CHARACTERS) * len(segments))  # it can have any number of paths
+        paths = [place.path.removesuffix(".") + segment for segment in sorted(segments)]
         left += [LeftBehind(path, 0, "left out with it") for path in paths if path.removeprefix("/") not in named]
     if had_tensors and not checkpoint.tensors:
         raise NoMatchError("no tensor would be left")
