@@ -72,7 +72,7 @@ class Quantized:
         weight: The name of the weight after it is dequantized.
         codes: The name of the tensor with its codes.
         scales: The names of its scales.
-        others: The names of tensors that are not needed after it is dequantized.
+        others: The names of its tensors that are not needed after it is dequantized.
         layout: The name of its layout.
         shape: The shape of the dequantized weight, or () if it is unknown.
         matrix: The number of matrices, and the rows and columns of each, as they are stored.
@@ -135,9 +135,8 @@ def find_quantized(tensors: Mapping[str, TensorInfo], config: QuantizationConfig
     A weight that does not fit its layout is returned with its ``trouble``. `config` is None if there is no config.
     """
     found = []
-    marks = tuple(name for name in tensors if name.rpartition(".")[2] == _MARK)
     for name, info in tensors.items():
-        each = _names(name, info, tensors, marks) if name not in marks else None
+        each = None if is_mark(name) else _names(name, info, tensors)
         if each is None:
             continue
         try:
@@ -147,9 +146,15 @@ def find_quantized(tensors: Mapping[str, TensorInfo], config: QuantizationConfig
     return found
 
 
+def is_mark(name: str) -> bool:
+    """Return whether `name` is that of an empty tensor that only marks checkpoints with quantized weights."""
+    return name.rpartition(".")[2] == _MARK
+
+
 def orphans(tensors: Mapping[str, TensorInfo], found: list[Quantized]) -> Iterator[str]:
     """Yield the names of float8 tensors without a scale and of scales without a weight, if they are not in `found`."""
     used = {name for each in found for name in (each.codes, *each.scales, *each.others)}
+    used.update(filter(is_mark, tensors) if found else ())
     for name, info in tensors.items():
         is_lone = info.dtype in _FLOAT8 and info.shape
         if name not in used and (is_lone or _SCALE.fullmatch(name.rpartition(".")[2])):
@@ -189,17 +194,14 @@ def torchao_layout(node: Value) -> str | None:
     return f"{cls.name[:_LONGEST]} of torchao" + (f" in blocks of {shown}" if shown else "")
 
 
-def _names(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], marks: tuple[str, ...]) -> Quantized | None:
+def _names(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> Quantized | None:
     """Return the names of the quantized weight whose codes are the tensor `name`, or None if there is none.
 
-    `info` is this tensor, and `tensors` are all tensors of the state dict. `marks` are the names of empty tensors
-    that only mark such checkpoints.
+    `info` is this tensor, and `tensors` are all tensors of the state dict.
     """
     module, dot, last = name.rpartition(".")
     module += dot
-    others = (
-        tuple(module + each for each in _OF_INPUTS if last.startswith("weight") and module + each in tensors) + marks
-    )
+    others = tuple(module + each for each in _OF_INPUTS if last.startswith("weight") and module + each in tensors)
     if info.dtype in _FLOAT8:
         candidates = [f"{name}_scale_inv", f"{name}_scale", f"{module}scale_{last}"]
         candidates += [module + each for each in ("scale", "scale_inv") if last == "weight"]

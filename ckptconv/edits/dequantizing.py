@@ -19,6 +19,7 @@ from ckptconv.checkpoint.quantization import (
     QuantizationConfig,
     Quantized,
     find_quantized,
+    is_mark,
     of_other_programs,
     orphans,
     read_config,
@@ -145,7 +146,7 @@ class _Weights:
     def replace(self, found: StateDict, tensors: Mapping[str, TensorInfo], weights: list[Quantized]) -> None:
         """Replace the codes of `weights` in the state dict `found` by float32 tensors, and remove their scales."""
         new: dict[str, tuple[str, Call]] = {}
-        gone: dict[str, str] = {}
+        gone = dict.fromkeys(filter(is_mark, tensors) if weights else (), _UNREAD)
         for each in weights:
             self._check(each, tensors)
             new[each.codes] = each.weight, self._tensor(each, tensors)

@@ -120,9 +120,9 @@ def _order_optimizer(
     ours.leave_out(optimizer, extra, _NOT_THERE, changes, renumber=False)
     _note_missing(optimizer.path, listed - key_of.keys(), changes)
     groups, graph = [], ours.checkpoint.graph
+    home = {names[key]: i for i, each in enumerate(optimizer.groups) for key in each.params}
     for i, group in enumerate(wanted):
-        members = set(group)
-        origins = [each for each in optimizer.groups if any(names[key] in members for key in each.params)]
+        origins = [optimizer.groups[n] for n in sorted({home[name] for name in group if name in home})]
         options = [options_of(each) for each in origins or ([] if group else optimizer.groups[i : i + 1])]
         if not options or not all(are_same(each, options[0]) for each in options):
             raise RefusedError(

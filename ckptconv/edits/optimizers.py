@@ -30,6 +30,7 @@ from ckptconv.hints import Placeholder, joined, option
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Effect, List, Node, Object, Tuple, Value, add_elements, replace_items
 from ckptconv.pickles.paths import key_segment
+from ckptconv.work import work
 
 _T = TypeVar("_T")
 _WITH_WEIGHTS = "the state of weights that are left out"
@@ -330,6 +331,7 @@ def are_same(a: Value | list[Value], b: Value | list[Value]) -> bool:
             if (id(a), id(b)) in seen:
                 continue
             seen.add((id(a), id(b)))
+            work().charge(len(a.items))  # any number of groups can have them
             a, b = a.items, b.items
         if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
             todo += zip(a, b, strict=True)
