@@ -34,8 +34,10 @@ from ckptconv.limits import LIMITS
 from ckptconv.pickles.emitter import pickle_of
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Tuple, Value, is_global, walk
 from ckptconv.pickles.paths import Place, is_item
+from ckptconv.work import work
 
 _NAME = WRITERS["dcp"].name
+_STEPS = 150  # of work for the file of an object
 _CHARACTERS = 16  # added to the name of each item for the limit on all names
 
 
@@ -55,6 +57,7 @@ def layout(checkpoint: Checkpoint, path: Path, *, ranks: int = 1) -> Layout:
         info = checkpoint.tensor_nodes.get(id(node))
         if info is None:
             items[name] = None
+            work().charge(_STEPS)
             file = _object_file(checkpoint, node)
             room -= sum(piece.length for piece in file.pieces if isinstance(piece, Literal))
             if room < 0:  # values can share a string, and each file has its own copy

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain, islice
 from typing import NamedTuple, NoReturn
 
@@ -51,13 +52,16 @@ from ckptconv.pickles.graph import (
     add_elements,
     args_of,
     is_count,
+    members_of,
     set_items,
     strings_of,
     type_of,
     walk,
 )
+from ckptconv.work import work
 
 NAME = "DeepSpeed ZeRO"
+_STEPS = 4  # of work for a shape
 _COPY = "copy the files of all ranks into one folder, with their original names"
 #: Keys of model states that describe the division among ranks.
 _OF_PARTS = ("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
@@ -165,7 +169,7 @@ class _Fields:
         """
         if not isinstance(node, List):
             self.fail(f"{what} is not a list", type_of(node).__name__)
-        return [*node.elements()]
+        return members_of(node) or []
 
     def counts(self, what: str, node: Value) -> list[int]:
         """Return the integers in the list `node`. Raises MalformedError if an element is not a count.
@@ -199,6 +203,7 @@ class _Fields:
         """
         shapes: dict[str, Shape] = {}
         for name, value in self.mapping(what, node).entries():
+            work().charge(_STEPS)  # any number of groups can have the same shapes
             shape = ints_of(value)
             if not isinstance(name, str) or shape is None or name in shapes:
                 self.fail(f"{what} has an item that is not a new name and a shape", _plain(name))
@@ -566,7 +571,7 @@ class _Reader:
         others = [name for name in weights if name not in done]
         return set_items(module, [value for name in others for value in (self.name_of(name), weights[name])])
 
-    @property
+    @cached_property
     def is_wrapped(self) -> bool:
         """Whether parameter names have the prefix of Lightning's wrapper, ``_forward_module.``."""
         return self.is_lightning and any(name.startswith(_WRAPPER) for group in self.model.shapes_of for name in group)
@@ -648,6 +653,7 @@ class _Reader:
         for group in taken.elements():
             items = first.items("param_groups", group)
             numbers = {*first.counts("params", items.get("params"))}
+            work().charge(len(group_of))
             names = [self.name_of(name) for names in orders for name in names if group_of[name] in numbers]
             for effect, i in first.mapping("param_groups", group).pairs():
                 if effect.values[i] == "params":
