@@ -132,6 +132,84 @@ def _data(made_by: bytes, each: bytes, opcodes: int, before: bytes = b"") -> Cal
     return lambda n: before + made_by + b"q\0000](" + each * (n // opcodes) + b"e"
 
 
+#: The end of the state of a dtype of numpy's: its size, alignment and flags.
+_END = b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb"
+_SCALAR = b"cnumpy._core.multiarray\nscalar\nq\0000"
+_NEW_ARRAY = b"cnumpy._core.multiarray\n_reconstruct\nq\0000cnumpy\nndarray\nq\0020" + _FLOATS
+
+
+def _scalars(n: int) -> bytes:
+    """Numbers of one dtype, to which elements were appended."""
+    dtype = b"cnumpy\ndtype\n\x8c\2f8\x89\x88\x87R(K\3\x8c\1<" + _END + b"(" + b"K\7" * (n // 2) + b"eq\0010"
+    return _SCALAR + dtype + b"C\x08\0\0\0\0\0\0\xf0?q\0020](" + b"h\0h\1h\2\x86R" * (n // 10) + b"e"
+
+
+def _text_scalars(n: int) -> bytes:
+    """Texts of numpy's, made of the same bytes."""
+    size = (60_000).to_bytes(4, "little")
+    dtype = b"cnumpy\ndtype\n\x8c\6U15000\x89\x88\x87R(K\3\x8c\1<NNNJ" + size + b"K\4K\x08tbq\0010"
+    return _SCALAR + dtype + b"B" + size + b"a\0\0\0" * 15_000 + b"q\0020](" + b"h\0h\1h\2\x86R" * (n // 5) + b"e"
+
+
+def _arrays(shared: Callable[[int], bytes], each: bytes, before: bytes = b"") -> Callable[[int], bytes]:
+    """Arrays of numpy that share something (memo 3), each of 17 opcodes, of which `each` gives the state."""
+    array = b"h\0h\2K\0\x85C\1b\x87R(K\1" + each + b"tb"
+    return lambda n: _NEW_ARRAY + before + shared(n // 2) + b"q\0030](" + array * (n // 34) + b"e"
+
+
+_OBJECTS = b"cnumpy\ndtype\n\x8c\2O8\x89\x88\x87R(K\3\x8c\1|" + _END + b"q\0040"
+
+
+def _axes(n: int) -> bytes:
+    """Arrays of numpy that share the order of their axes."""
+    array = b"h\0(C\x08\0\0\0\0\0\0\xf0?h\1K\1\x85\x8c\1Kh\3tR"
+    function = b"cnumpy._core.numeric\n_frombuffer\nq\0000"
+    return function + _FLOATS + _tuple(n // 2) + b"q\0030](" + array * (n // 18) + b"e"
+
+
+def _with_metadata(n: int) -> bytes:
+    """Tensors of different shapes that share a long dict of metadata."""
+    before = _dict(n // 2) + b"q\0000" + storage(numel=integer(0)) + b"q\0010"
+    before += b"ctorch._utils\n_rebuild_tensor_v2\nq\0020ccollections\nOrderedDict\n)Rq\0030]("
+    shapes = (b"K\0J" + i.to_bytes(4, "little") + b"\x86K\1K\1\x86" for i in range(n // 32))
+    return before + b"".join(b"h\2(h\1K\0" + shape + b"\x89h\3h\0tR" for shape in shapes) + b"e"
+
+
+def _on_devices(n: int) -> bytes:
+    """Tensors on one device, which has many parts."""
+    before = b"ctorch\ndevice\n" + _tuple(n // 2) + b"Rq\0000ctorch\nfloat32\nq\0020"
+    function = b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\nq\0010"
+    return before + function + b"](" + b"h\1(Nh\2h\0\x89tR" * (n // 18) + b"e"
+
+
+def _tied(n: int) -> bytes:
+    """Tensors that are tied to one with a long name."""
+    before = b"ctorch._utils\n_rebuild_tensor_v2\nq\0000" + storage(numel=integer(0))
+    each = b"h\0(h\1K\0K\0\x85K\1\x85\x89h\2tRq\0030"
+    names = text("a" * 60_000) + b"h\3" + b"".join(text(str(i)) + b"h\3" for i in range(n // 2))
+    return before + b"q\0010ccollections\nOrderedDict\n)Rq\0020" + each + b"}(" + names + b"u"
+
+
+def _on_long_device(n: int) -> bytes:
+    """Tensors on a device with a long name."""
+    before = b"ctorch._utils\n_rebuild_tensor_v2\nq\0000" + storage(numel=integer(0), tag="c" * 60_000) + b"q\0010"
+    each = b"h\0(h\1K\0K\0\x85K\1\x85\x89h\2tR"
+    tensors = b"".join(text(str(i)) + each for i in range(n // 12))
+    return before + b"ccollections\nOrderedDict\n)Rq\0020}(" + tensors + b"u"
+
+
+def _tuples_of_tuples(n: int) -> bytes:
+    """Dicts that have one key: a tuple of tuples of tuples, which share their items."""
+    deeper = b"".join(b"(" + b"h\0" * 64 + b"tq\0000" for _ in range(3))
+    return b"(" + b"K\1" * 64 + b"tq\0000" + deeper + b"](" + b"}h\0Ns" * (n // 4) + b"e"
+
+
+def _below_lists(n: int) -> bytes:
+    """Objects below many levels of lists, next to other lists."""
+    chain = b"]" * 300 + _CALL + b")R" + b"a" * 300
+    return b"](](" + b"]" * n + b"e" + chain * 25 + b"e"
+
+
 #: Codecs of Python for texts.
 _CODECS = (
     "utf_8 latin_1 ascii utf_16 utf_32 utf_7 utf_16_le utf_16_be utf_32_le utf_32_be utf_8_sig raw_unicode_escape "
@@ -301,6 +379,23 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "dangerous attributes": _attributes((_DEEPER % b"a").replace(b"X\1\0\0\0a", b"X\5\0\0\0torch")),
     "chains of calls, thrown away": lambda n: (_CALL + b")R" * 300 + b"0") * (n // 602) + b"N",
     "chains of tuples, thrown away": lambda n: (_CALL + b")R" + b"\x85" * 300 + b"0") * (n // 303) + b"N",
+    "a tuple as a shape of arrays": _arrays(_tuple, b"h\3h\1\x89C\x08\0\0\0\0\0\0\xf0?"),
+    "a tuple as axes of arrays": _axes,
+    "a tuple in devices": _on_devices,
+    "a list in pairs of Python 2": lambda n: (
+        b"U\1a0ccollections\nOrderedDict\nq\0010" + _list(n // 2) + b"q\0000](" + b"h\1]h\0a\x85R" * (n // 12) + b"e"
+    ),
+    "arrays of one list": _arrays(_list, b")h\4\x89h\3", _OBJECTS),
+    "metadata of tensors": _with_metadata,
+    "numbers of a dtype with elements": _scalars,
+    "texts of the same bytes": _text_scalars,
+    "paths of one text": lambda n: (
+        b"cpathlib\nPurePosixPath\nq\0010" + _text(1 << 16) + b"q\0000](" + b"h\1h\0\x85R" * (n // 4) + b"e"
+    ),
+    "tensors with a long name": _tied,
+    "tensors on a long device": _on_long_device,
+    "keys of tuples of tuples": _tuples_of_tuples,
+    "objects below deep lists": _below_lists,
     "a bytearray in lists": _shared(lambda n: b"\x96" + n.to_bytes(8, "little") + b"a" * n, b"]", b"h\0", b"a"),
 }
 

@@ -13,9 +13,10 @@ import torch
 import ckptconv
 from ckptconv.errors import CkptconvError, LimitError
 from ckptconv.limits import Limits
-from ckptconv.pickles.graph import List, Tuple, Value, gc_paused, walk
+from ckptconv.pickles.graph import List, Object, Tuple, Value, gc_paused, walk
 from ckptconv.work import Work, bounded, seen, tell, watched, work
 from tests.fuzz.budgets import file_of
+from tests.support.hostile_bytes import dict_of, text, torch_zip_of
 
 #: Shapes whose nodes are many, each of which some command has to visit several times.
 DEAR = (
@@ -96,6 +97,12 @@ def test_every_command_counts(shape: str, command: str, tmp_path: Path, monkeypa
         "a dict in states",
         "a dict in namespaces",
         "a dict in mappings of protocol 0",
+        "arrays of one list",
+        "numbers of a dtype with elements",
+        "texts of the same bytes",
+        "paths of one text",
+        "keys of tuples of tuples",
+        "objects below deep lists",
     ],
 )
 def test_what_objects_share_counts_for_each(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,13 +114,59 @@ def test_what_objects_share_counts_for_each(shape: str, tmp_path: Path, monkeypa
         COMMANDS["loadable"](path)
 
 
-@pytest.mark.parametrize("shape", ["a list of parameters in groups", "a list of groups in optimizers"])
-def test_what_optimizers_share_counts_for_each(shape: str, tmp_path: Path) -> None:
-    """`inspect` lists the parameters of each group of each optimizer."""
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "a list of parameters in groups",
+        "a list of groups in optimizers",
+        "metadata of tensors",
+        "tensors with a long name",
+        "tensors on a long device",
+    ],
+)
+def test_what_optimizers_and_tensors_share_counts_for_each(shape: str, tmp_path: Path) -> None:
+    """`inspect` reads the parameters of each group of each optimizer, the metadata of each tensor,
+    and its ties and device."""
     path = tmp_path / "a.pt"
     path.write_bytes(file_of(shape, 60_000)[0])
     with pytest.raises(LimitError, match="too much work"):
         ckptconv.inspect(path)
+
+
+def test_a_dict_that_loses_items_at_many_paths(tmp_path: Path) -> None:
+    """The report of what is left out has the paths of all items at all places of their dict, which counts."""
+    shared = {str(i): i for i in range(1000)}
+    path = tmp_path / "a.pt"
+    torch.save({"x": shared, "y": [shared] * 1000}, path)
+    with pytest.raises(LimitError, match="too much work"):
+        ckptconv.convert(path, tmp_path / "out.pt", drop=["x/*"])
+
+
+def test_states_of_which_an_attribute_is_left_out(tmp_path: Path) -> None:
+    """An object can have any number of states, which are looked at for each attribute."""
+    state = b"}(" + b"".join(text(str(i)) + b"K\1" for i in range(1000)) + b"ub"
+    path = tmp_path / "a.pt"
+    path.write_bytes(torch_zip_of(dict_of(text("x"), b"cargparse\nNamespace\n)R" + state + b"Nb" * 5000)))
+    with pytest.raises(LimitError, match="too much work"):
+        ckptconv.convert(path, tmp_path / "out.pt", drop=["x/.*"])
+
+
+def test_shapes_that_a_list_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups of shapes of DeepSpeed are read once each, also if a list has one of them many times."""
+    path, shapes = tmp_path / "a.pt", {f"w{i}": torch.Size([1]) for i in range(100)}
+    torch.save({"module": {"w": torch.zeros(1)}, "param_shapes": [shapes] * 100}, path)
+    taken = 0
+    entries = Object.entries
+
+    def counted(node: Object) -> Iterator[tuple[Value, Value]]:
+        nonlocal taken
+        for entry in entries(node):
+            taken += 1
+            yield entry
+
+    monkeypatch.setattr(Object, "entries", counted)
+    ckptconv.convert(path, tmp_path / "out.pt", state_dict=True)
+    assert taken < 20 * 100
 
 
 def test_a_list_in_many_lists_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
