@@ -22,7 +22,8 @@ class Limits:
     #: Characters in the names of all globals. One text in a pickle can be the module of many globals. Python, torch and
     #: numpy have fewer characters.
     global_characters: int = 16 * MIB
-    #: Characters in the name of one of them, which each of its calls needs several times. Real ones have 200.
+    #: Characters in the name of one of them, which each of its calls needs several times. Those in the files that tests
+    #: read have at most 56.
     global_name: int = 1_000
     #: Steps of work in one command (:mod:`ckptconv.work`), and more for each byte of its pickles and headers. A step is
     #: about half a microsecond or 30 bytes of memory. The real files that tests read take at most 62,000 steps, and at
