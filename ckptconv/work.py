@@ -21,16 +21,24 @@ CHARACTERS = 30
 
 
 class Work:
-    """A budget: the number of steps that are ``left``, and the number of bytes for which steps were granted."""
+    """A budget of steps.
 
-    __slots__ = ("left", "nbytes")
+    Attributes:
+        left: The number of steps that are left.
+        nbytes: The number of bytes for which steps were granted.
+        where: The file or pickle that was read last, for errors.
+    """
+
+    __slots__ = ("left", "nbytes", "where")
 
     def __init__(self, left: int) -> None:
         self.left = left
         self.nbytes = 0
+        self.where: object = None
 
-    def grant(self, nbytes: int) -> None:
-        """Add the steps for a pickle or header of `nbytes` bytes."""
+    def grant(self, nbytes: int, where: object = None) -> None:
+        """Add the steps for a pickle or header of `nbytes` bytes, which is at `where`."""
+        self.where = where or self.where
         self.nbytes += nbytes
         self.left += LIMITS.work_each * nbytes
 
@@ -63,13 +71,19 @@ def bounded(*, is_trial: bool = False) -> Iterator[None]:
     """Limit the work in this block to a new budget. A block inside another one uses the budget of the outer block.
 
     A trial has its own budget even inside another block, which continues if the trial takes too much work.
+
+    An error that does not say where it is gets the file that was read last.
     """
     if _WORK.get() is not None and not is_trial:
         yield
         return
-    token = _WORK.set(Work(LIMITS.work))
+    budget = Work(LIMITS.work)
+    token = _WORK.set(budget)
     try:
         yield
+    except LimitError as error:
+        error.where = error.where or budget.where
+        raise
     finally:
         _WORK.reset(token)
 

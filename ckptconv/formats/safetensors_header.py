@@ -215,7 +215,7 @@ class _Reader(StrictJson):
                 got=f"{size:,}",
                 hint=DOWNLOAD_AGAIN,
             )
-        work().grant(length)
+        work().grant(length, self.source.path)
         top = self.parsed(self.source.read(_LENGTH, length))
         metadata = None
         with self.source.faults:

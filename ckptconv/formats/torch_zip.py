@@ -224,7 +224,7 @@ def read_pickle(member: Member, like: Checkpoint | None = None) -> tuple[Graph, 
         file = BytesSource(_inflated(member), source.path)
     source.faults.pickles(PickleSequence(where, SliceSource(file, start, size), 1))
     if like and _has_pickle(like, member):
-        work().grant(size)
+        work().grant(size, where)
         return replace(like.graph), file
     graph, end = parse(file.read, start + size, where=where, offset=start)
     if end != start + size:

@@ -147,7 +147,7 @@ class PickleMachine:
             left = len(self.stack) + sum(map(len, self.metastack))
             self.fail("the pickle must end with one value on its stack", got=f"{left} and {len(self.metastack)} marks")
         budget = work()
-        budget.grant(self.tell() - self.start)
+        budget.grant(self.tell() - self.start, self.where)
         budget.charge(_STEPS * len(self.calls))
         root = self.stack[0]
         return self.graph(root, opcodes, _lost(root, self.popped) if self.popped else [])

@@ -39,7 +39,7 @@ def refused_by(verdict: ckptconv.Verdict) -> None:
     """Raise LimitError if a finding of `verdict` says that the work was used up."""
     for finding in verdict.findings:
         if "too much work" in str(finding):
-            raise LimitError("its contents take too much work")
+            raise LimitError("its contents take too much work", where=finding.where)
 
 
 def test_a_budget_is_that_of_the_outermost_block() -> None:
@@ -78,11 +78,13 @@ def test_a_walk_is_charged_for_each_node() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("shape", DEAR)
 def test_every_command_counts(shape: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No command finishes a dear shape on a hundredth of the budget; each ends with the typed error and no output."""
+    """No command finishes a dear shape on a hundredth of the budget; each ends with an error that names the file, and
+    no output.
+    """
     path = tmp_path / "a.pt"
     path.write_bytes(file_of(shape, 6000)[0])
     monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=3000, work_each=0))
-    with pytest.raises(LimitError, match="too much work"):
+    with pytest.raises(LimitError, match=r"a\.pt.*: its contents take too much work"):
         COMMANDS[command](path)
     assert not path.with_name("out.pt").exists()
 

@@ -61,7 +61,7 @@ from ckptconv.pickles.graph import (
 from ckptconv.work import work
 
 NAME = "DeepSpeed ZeRO"
-_STEPS = 4  # of work for a shape
+_STEPS = 4  # of work for a shape, or for a value in the state of a parameter
 _COPY = "copy the files of all ranks into one folder, with their original names"
 #: Keys of model states that describe the division among ranks.
 _OF_PARTS = ("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
@@ -595,6 +595,7 @@ class _Reader:
 
     def state(self, key: str, parameter: Parameter) -> Value:
         """Return the value `key` in the optimizer state of `parameter`: a tensor of its shape, or a scalar."""
+        work().charge(_STEPS)  # the keys of a group count for each of its parameters
         value = self.first.states[parameter.group][key]
         if not isinstance(value, Node):
             return value
