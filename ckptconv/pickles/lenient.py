@@ -141,6 +141,9 @@ class _Lenient(PickleMachine):
         if self.tell() >= self.frame_end:
             self.frame_end = None
 
+    def check_name(self, length: int) -> None:
+        """Accept names of any length: the bytes may be no pickle, but the header of a safetensors file."""
+
     def finish(self, opcodes: int) -> Graph:
         """Return the graph of everything that was read.
 

@@ -391,15 +391,8 @@ class PickleMachine:
         """Return the node of the global ``module.name``, without importing it. One name always has the same node."""
         node = self.named.get((module, name))
         if node is None:
-            length = len(module) + len(name)
-            if length > LIMITS.global_name:
-                raise LimitError(
-                    "the name of a class or function is too long",
-                    where=f"{self.where} at byte {self.tell()}",
-                    expected=f"at most {LIMITS.global_name:,} characters",
-                    got=f"{length:,}",
-                )
-            self.named_characters += length
+            self.check_name(len(module) + len(name))
+            self.named_characters += len(module) + len(name)
             node = self.named[module, name] = Global(module, name)
             self.check_named()
         else:
@@ -415,6 +408,16 @@ class PickleMachine:
         else:
             self.shared.add(node)
         return node
+
+    def check_name(self, length: int) -> None:
+        """Raise LimitError if a global has a name of too many characters."""
+        if length > LIMITS.global_name:
+            raise LimitError(
+                "the name of a class or function is too long",
+                where=f"{self.where} at byte {self.tell()}",
+                expected=f"at most {LIMITS.global_name:,} characters",
+                got=f"{length:,}",
+            )
 
     def check_named(self) -> None:
         """Raise LimitError if the pickle names too many globals and extensions."""
