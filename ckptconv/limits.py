@@ -27,7 +27,7 @@ class Limits:
     global_name: int = 1_000
     #: Steps of work in one command (:mod:`ckptconv.work`), and more for each byte of its pickles and headers. A step is
     #: about half a microsecond or 30 bytes of memory. The real files that tests read take at most 62,000 steps, and at
-    #: most 2 for a byte. A module of 3,000 layers takes 1.7 for a byte in ``inspect``, and 2.9 for ``--loadable``.
+    #: most 2 for a byte. A module of 3,000 layers takes 1.7 for a byte in ``inspect``, and 3.0 for ``--loadable``.
     work: int = 4_000_000
     work_each: int = 4
     #: A text or bytes object above this stays in the file, as a byte range.

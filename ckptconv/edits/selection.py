@@ -166,7 +166,7 @@ def _refuse_partitioned(checkpoint: Checkpoint, found: StateDict) -> None:
     """
     root = checkpoint.root.node
     groups = strings_of(root).get("param_shapes") if isinstance(root, Dict) else None
-    shapes: dict[Value, Value] = {}
+    shapes: dict[str, Value] = {}
     for group in dict.fromkeys(groups.elements() if isinstance(groups, List) else ()):  # a list can repeat one
         shapes.update(strings_of(group) if isinstance(group, (Dict, Call)) else {})
     for name, value in found.items() if shapes else ():

@@ -127,8 +127,7 @@ def test_what_objects_share_counts_for_each(shape: str, tmp_path: Path, monkeypa
     ],
 )
 def test_what_optimizers_and_tensors_share_counts_for_each(shape: str, tmp_path: Path) -> None:
-    """`inspect` reads the parameters of each group of each optimizer, the metadata of each tensor,
-    and its ties and device."""
+    """`inspect` reads the parameters of all groups and optimizers, and metadata, ties and devices of all tensors."""
     path = tmp_path / "a.pt"
     path.write_bytes(file_of(shape, 60_000)[0])
     with pytest.raises(LimitError, match="too much work"):

@@ -18,12 +18,12 @@ from ckptconv.pickles.graph import (
     is_count,
     is_global,
 )
-from ckptconv.work import work
+from ckptconv.work import CHARACTERS, work
 
 #: Characters of a word of the file in a reason, which any number of objects can have.
 LONGEST_WORD = 100
 _RECONSTRUCTOR = "copyreg._reconstructor"
-_AT_ONCE = 10  # characters in one step of work
+_COPIES = 3  # of a text, while an object is made of it
 
 
 class NotPlain(Exception):
@@ -103,7 +103,7 @@ def texts_of(values: list[Value]) -> list[str]:
     Raises LimitError if the budget of work is used up, because many objects can share a long text.
     """
     texts = [text for value in values if (text := text_of(value)) is not None]
-    work().charge(sum(map(len, texts)) // _AT_ONCE)
+    work().charge(_COPIES * sum(map(len, texts)) // CHARACTERS)
     if len(texts) != len(values):
         raise NotPlain("it is not created from strings")
     return texts
