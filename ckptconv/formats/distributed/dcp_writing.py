@@ -37,7 +37,8 @@ from ckptconv.pickles.paths import Place, is_item
 from ckptconv.work import work
 
 _NAME = WRITERS["dcp"].name
-_STEPS = 150  # of work for the file of an object
+_STEPS = 80  # of work for the file of an object
+_LEAF_STEPS = 40  # of a string or a number: an item of a vocabulary takes 17 bytes or more, each of which grants 4
 _CHARACTERS = 16  # added to the name of each item for the limit on all names
 
 
@@ -57,7 +58,7 @@ def layout(checkpoint: Checkpoint, path: Path, *, ranks: int = 1) -> Layout:
         info = checkpoint.tensor_nodes.get(id(node))
         if info is None:
             items[name] = None
-            work().charge(_STEPS)
+            work().charge(_STEPS if isinstance(node, Node) else _LEAF_STEPS)
             file = _object_file(checkpoint, node)
             room -= sum(piece.length for piece in file.pieces if isinstance(piece, Literal))
             if room < 0:  # values can share a string, and each file has its own copy
@@ -320,6 +321,10 @@ def _object_file(checkpoint: Checkpoint, value: Value) -> OutFile:
 
     Raises RefusedError if `value` has tensors in big-endian order.
     """
+    if not isinstance(value, Node):  # a large vocabulary has many
+        graph = empty_graph()
+        graph.root = value
+        return _saved([Literal(pickle_of(graph, loadable=True))], {})
     part = checkpoint.part(Place(None, "", value, 0))
     if part.storages and part.byteorder != "little":
         raise RefusedError(f"{_NAME} stores little-endian numbers", where=checkpoint.source.path)

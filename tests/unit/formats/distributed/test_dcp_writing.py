@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import zipfile
@@ -329,6 +330,15 @@ def test_one_long_text_in_many_objects(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("ckptconv.formats.distributed.dcp_writing.LIMITS", Limits(pickle_bytes=500_000))
     error = refused(LimitError, "", tmp_path / "s.pt", tmp_path / "ours", format="dcp")
     assert "too large" in str(error)
+
+
+@pytest.mark.parametrize("value", [7, "x", [1, 2]], ids=repr)
+def test_each_word_of_a_vocabulary_becomes_a_file(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many small files are within the budget of work, whatever the number of words."""
+    torch.save({"vocabulary": {f"word{i}": copy.copy(value) for i in range(2_000)}}, tmp_path / "s.pt")
+    monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=20_000))
+    written = ckptconv.convert(tmp_path / "s.pt", tmp_path / "ours", format="dcp")
+    assert ckptconv.load(written.dst)["vocabulary"]["word1999"] == value
 
 
 def test_the_metadata_names_nothing_but_the_classes_of_dcp(source: Path, tmp_path: Path) -> None:
