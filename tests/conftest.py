@@ -38,7 +38,7 @@ if not HAS_TORCH:
         config.pluginmanager.register(_without_torch)
 
 
-for _profile, _examples in (("quick", 20), ("gate", 60)):
+for _profile, _examples in (("quick", 20), ("gate", 40)):
     settings.register_profile(
         _profile, max_examples=_examples, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
     )
@@ -103,14 +103,16 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out slow tests of a quick run, and skip what needs a GPU where there is none.
 
-    Coverage looks only at the tests of each package and of its use: the others go over the same lines again and again.
+    Coverage looks only at the tests of each package and of its use, and not at those with generated examples: the
+    others go over the same lines again and again.
     """
     if getattr(config.option, "is_without_slow", False):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
     for item in items:
-        if item.path.relative_to(TESTS).parts[0] not in ("unit", "e2e"):
+        is_generated = hasattr(getattr(item, "obj", None), "hypothesis")
+        if is_generated or item.path.relative_to(TESTS).parts[0] not in ("unit", "e2e"):
             item.add_marker(pytest.mark.untraced)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if marked:

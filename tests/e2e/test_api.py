@@ -68,30 +68,6 @@ assert callable(ckptconv.remap) and "torch" in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.slow
-def test_snippets_are_typed(tmp_path: Path) -> None:
-    """``mypy --strict`` has nothing to say of them; of wrong arguments it has."""
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text(
-        "import ckptconv\n"
-        "ckptconv.convert('a.pt', 'b.pt', map_location=3)\n"
-        "ckptconv.load('a.pt', state_dict='model')\n"
-        "x: str = ckptconv.inspect('a.pt').nbytes\n"
-        "ckptconv.open('a.pt').load(3)\n"
-        "ckptconv.save([], 'a.pt', format='zip')\n"
-        "y: list[int] = ckptconv.strip_prefix({'a': 1}, 'module.')\n"
-        "ckptconv.devices(1, 2)\n"
-        "ckptconv.diff('a.pt', 'b.pt', dtype='bf16')\n"
-        "ckptconv.jobs_in('a', 'b', force='yes')\n"
-    )
-    assert len(SNIPPETS) >= 10
-    mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "--no-error-summary"]
-    done = subprocess.run([*mypy, *map(str, SNIPPETS), str(wrong)], capture_output=True, text=True, cwd=tmp_path)
-    lines = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert [line for line in lines if not line.startswith("wrong.py")] == []
-    assert {line.split(":")[1] for line in lines} == {str(n) for n in range(2, 11)}, done.stdout
-
-
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda path: path.stem)
 def test_snippets_run(snippet: Path, fixtures: Path, here: Path) -> None:
     """As they stand, on files of the kind that they name."""

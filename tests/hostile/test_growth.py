@@ -73,7 +73,7 @@ def calls_of(run: Callable[[Path], object], path: Path) -> int:
 @pytest.mark.parametrize(
     ("shape", "command"),
     [
-        *sampled((shape, command) for shape in SHARED for command in ("inspect", "diff")),
+        *sampled(((shape, command) for shape in SHARED for command in ("inspect", "diff")), 5),
         *((shape, "verify") for shape in ("calls of calls", "getattr as an argument")),
     ],
 )

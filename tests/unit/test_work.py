@@ -126,10 +126,13 @@ def test_what_objects_share_counts_for_each(shape: str, tmp_path: Path, monkeypa
         "tensors on a long device",
     ],
 )
-def test_what_optimizers_and_tensors_share_counts_for_each(shape: str, tmp_path: Path) -> None:
+def test_what_optimizers_and_tensors_share_counts_for_each(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`inspect` reads the parameters of all groups and optimizers, and metadata, ties and devices of all tensors."""
     path = tmp_path / "a.pt"
-    path.write_bytes(file_of(shape, 60_000)[0])
+    path.write_bytes(file_of(shape, 6000)[0])
+    monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=200_000, work_each=0))
     with pytest.raises(LimitError, match="too much work"):
         ckptconv.inspect(path)
 

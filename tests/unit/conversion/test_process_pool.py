@@ -44,14 +44,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def folder(here: Path) -> Path:
-    """A folder with four checkpoints."""
-    folder = here / "in"
+def saved_in(folder: Path) -> Path:
+    """Make `folder`, with four checkpoints. Return it."""
     folder.mkdir()
     for i in range(4):
         torch.save({"w": torch.full((4,), float(i))}, folder / f"{i}.pt")
     return folder
+
+
+@pytest.fixture
+def folder(here: Path) -> Path:
+    """A folder with four checkpoints."""
+    return saved_in(here / "in")
 
 
 def run(program: str, folder: Path, *words: str, **environment: str) -> str:
@@ -67,14 +71,21 @@ def run(program: str, folder: Path, *words: str, **environment: str) -> str:
     return done.stdout
 
 
-def plant(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The names of the modules that a worker imports."""
+    folder = saved_in(tmp_path_factory.mktemp("imported") / "in")
+    found = {name.partition(".")[0] for name in run(LISTED, folder).split()}
+    assert {"ckptconv", "numpy", "pickle", "signal", "struct", "torch"} <= found
+    return found
+
+
+def plant(folder: Path, imported: set[str]) -> Path:
     """Put a module of each name that a worker imports, and of Python's other ones, into `folder`, together with its
     checkpoints. Each writes a file of its name into the folder that is returned when it is run.
     """
     ran = folder.parent / "ran"
     ran.mkdir()
-    imported = {name.partition(".")[0] for name in run(LISTED, folder).split()}
-    assert {"ckptconv", "numpy", "pickle", "signal", "struct", "torch"} <= imported
     for name in imported | sys.stdlib_module_names:
         (folder / f"{name}.py").write_text(f"open({str(ran / name)!r}, 'w').close()\nraise ImportError('planted')\n")
     return ran
@@ -86,22 +97,22 @@ def outputs(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [{}, {"PYTHONINSPECT": "1"}])
-def test_modules_of_the_current_folder(folder: Path, environment: dict[str, str]) -> None:
+def test_modules_of_the_current_folder(folder: Path, imported: set[str], environment: dict[str, str]) -> None:
     """No process that is started takes a module from the folder in which the command is typed: with -j, and with
     `convert_many` in a script that stands elsewhere, also where the environment asks for an interactive Python.
     """
-    ran = plant(folder)
+    ran = plant(folder, imported)
     run(COMMAND, folder, "convert", ".", "../command", "--to", "cuda:1", "-j", "2", **environment)
     run(BATCH, folder, **environment)
     assert outputs(ran) == []
     assert outputs(folder.parent / "command") == outputs(folder.parent / "out") == [f"{i}.pt" for i in range(4)]
 
 
-def test_a_relative_path_in_the_environment(folder: Path) -> None:
+def test_a_relative_path_in_the_environment(folder: Path, imported: set[str]) -> None:
     """Relative entries of PYTHONPATH, of which an empty one is one, are those of the folder in which a program starts.
     No process that is started looks for them in the folder into which the program has changed.
     """
-    ran = plant(folder)
+    ran = plant(folder, imported)
     (start := folder.parent / "start").mkdir()
     run("import os\nos.chdir('../in')" + BATCH, start, PYTHONPATH=os.pathsep.join(["", ".", str(ROOT)]))
     assert outputs(ran) == []
@@ -109,11 +120,11 @@ def test_a_relative_path_in_the_environment(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has PYTHONSAFEPATH from 3.11 on")
-def test_an_executor_of_others_with_pythonsafepath(folder: Path) -> None:
+def test_an_executor_of_others_with_pythonsafepath(folder: Path, imported: set[str]) -> None:
     """Processes that another program starts as ``python -c`` take no module from the current folder either, if the
     environment says so, as SECURITY.md advises.
     """
-    ran = plant(folder)
+    ran = plant(folder, imported)
     run(EXECUTOR, folder, PYTHONSAFEPATH="1")
     assert outputs(ran) == []
     assert len(outputs(folder.parent / "out")) == 4

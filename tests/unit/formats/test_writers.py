@@ -43,8 +43,10 @@ def test_no_format_is_compared_by_name() -> None:
     suffixes = {writer.hub.suffix for writer in WRITERS.values() if writer.hub}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Compare):
+                continue
             words = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
-            if isinstance(node, ast.Compare) and (names | suffixes).intersection(map(str, words)):
+            if (names | suffixes).intersection(map(str, words)):
                 assert path.parent.name == "foreign", f"{path}:{node.lineno}"  # what other programs call their files
 
 

@@ -18,6 +18,7 @@ from ckptconv.formats.distributed import chunk_files
 from ckptconv.formats.distributed.chunk_files import ChunkFiles
 from tests.support.archives import without_crc32
 from tests.support.hostile_bytes import saved
+from tests.support.sampled import sampled
 
 BEFORE = b"what stands before it"
 
@@ -75,7 +76,7 @@ def test_every_change_is_seen(tmp_path: Path, ours: bool) -> None:
     """With any byte changed, the answer is the one that there is without having read another file before."""
     tensors = torch.arange(4.0), torch.ones(4)
     raw, other = (converted(tensor, tmp_path) if ours else saved(tensor) for tensor in tensors)
-    for i in range(len(raw)):
+    for i in sampled(range(len(raw))):
         for change in (1, 0xFF):
             bad = bytearray(raw)
             bad[i] ^= change

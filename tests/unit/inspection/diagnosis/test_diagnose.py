@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import pickle
 import shlex
 import subprocess
@@ -32,6 +33,7 @@ from tests.support.archives import records_of, rezip
 from tests.support.conversions import run_without_torch
 from tests.support.hostile_bytes import found_in, torch_zip_of
 from tests.support.judge import refusal
+from tests.support.sampled import sampled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo"),
@@ -733,8 +735,7 @@ def check_every_command(path: Path | str) -> Summary:
     return found
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize(("name", "protocol"), sampled(itertools.product(zoo.ZOO, range(2, 6))))
 def test_every_command_mends_what_it_stands_for(name: str, protocol: int) -> None:
     """Objects of every kind with tags of every kind that a machine without a GPU can judge."""
     if protocol < zoo.NEEDS_PROTOCOL.get(name, 2):
