@@ -8,6 +8,7 @@ separate file of ``torch.save`` inside the file of its process. Source: ``_neste
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -38,7 +39,7 @@ from ckptconv.work import work
 
 _NAME = WRITERS["dcp"].name
 _STEPS = 80  # of work for the file of an object
-_LEAF_STEPS = 40  # of a string or a number: an item of a vocabulary takes 17 bytes or more, each of which grants 4
+_LEAF_STEPS = 25  # of a string or a number: an item of a long log takes 10 bytes or more, each of which grants 4
 _CHARACTERS = 16  # added to the name of each item for the limit on all names
 
 
@@ -321,10 +322,8 @@ def _object_file(checkpoint: Checkpoint, value: Value) -> OutFile:
 
     Raises RefusedError if `value` has tensors in big-endian order.
     """
-    if not isinstance(value, Node):  # a large vocabulary has many
-        graph = empty_graph()
-        graph.root = value
-        return _saved([Literal(pickle_of(graph, loadable=True))], {})
+    if not isinstance(value, Node):
+        return _saved([Literal(pickle.dumps(value, 2))], {})  # as torch.save does, and faster than a graph
     part = checkpoint.part(Place(None, "", value, 0))
     if part.storages and part.byteorder != "little":
         raise RefusedError(f"{_NAME} stores little-endian numbers", where=checkpoint.source.path)
@@ -335,8 +334,8 @@ def _object_file(checkpoint: Checkpoint, value: Value) -> OutFile:
     return _saved(pickle_pieces(part), {keys[key]: storage.data for key, storage in part.storages.items()})
 
 
-def _saved(pickle: list[Literal | ByteRange], storages: Mapping[str, Piece]) -> OutFile:
-    """Return a file of torch.save with the `pickle` and the `storages` by key."""
+def _saved(pieces: list[Literal | ByteRange], storages: Mapping[str, Piece]) -> OutFile:
+    """Return a file of torch.save with the `pieces` of a pickle and the `storages` by key."""
     writer = ZipWriter("archive", checked=True)
-    writer.pickle(PICKLE, pickle, like=None)
+    writer.pickle(PICKLE, pieces, like=None)
     return writer.with_storages(storages, "little").finish(Path("archive"))

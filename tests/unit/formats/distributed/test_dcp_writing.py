@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 import zipfile
@@ -332,13 +331,21 @@ def test_one_long_text_in_many_objects(tmp_path: Path, monkeypatch: pytest.Monke
     assert "too large" in str(error)
 
 
-@pytest.mark.parametrize("value", [7, "x", [1, 2]], ids=repr)
-def test_each_word_of_a_vocabulary_becomes_a_file(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many small files are within the budget of work, whatever the number of words."""
-    torch.save({"vocabulary": {f"word{i}": copy.copy(value) for i in range(2_000)}}, tmp_path / "s.pt")
-    monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=20_000))
+@pytest.mark.parametrize(
+    "items",
+    [
+        {f"word{i}": i for i in range(1_000)},
+        {f"word{i}": [i, i] for i in range(1_000)},
+        [{"step": i, "loss": i / 7, "lr": 1e-4} for i in range(400)],
+    ],
+    ids=["vocabulary", "lists", "log"],
+)
+def test_each_small_object_becomes_a_file(items: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their number, they are within the budget of work."""
+    torch.save({"items": items}, tmp_path / "s.pt")
+    monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=10_000))
     written = ckptconv.convert(tmp_path / "s.pt", tmp_path / "ours", format="dcp")
-    assert ckptconv.load(written.dst)["vocabulary"]["word1999"] == value
+    assert ckptconv.load(written.dst)["items"] == items
 
 
 def test_the_metadata_names_nothing_but_the_classes_of_dcp(source: Path, tmp_path: Path) -> None:
