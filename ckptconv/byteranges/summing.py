@@ -23,7 +23,9 @@ _BY_NUMPY = {
     *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
 }
 _BITS = {"bfloat16": "uint16", "bool": "uint8"}  # dtypes that NumPy does not have, or not for all bytes
-_BLOCK = 1 << 15  # elements summed in one step: few enough that torch uses one thread and they fit into a cache
+#: Elements summed in one step: so many that threads of Python rarely wait for each other, and few enough that they fit
+#: into a cache and that torch uses one thread.
+_BLOCK, _TORCH_BLOCK = 1 << 17, 1 << 15
 _DOT = 1 << 13  # elements of a dot product: so few that no library uses threads for it
 
 
@@ -80,8 +82,8 @@ class Statistics:
         from ckptconv.byteranges.kernels import torch
 
         elements = torch.frombuffer(data, dtype=getattr(torch, self._name))
-        for at in range(0, len(elements), _BLOCK):
-            block = elements[at : at + _BLOCK]
+        for at in range(0, len(elements), _TORCH_BLOCK):
+            block = elements[at : at + _TORCH_BLOCK]
             values = kernel.magnitudes(kernel.as_complex(block)) if block.is_complex() else kernel.as_real(block)
             is_exact = block.is_floating_point() or block.is_complex()
             self._add(torch, values, values if is_exact else block, kernel.extremes)
@@ -108,7 +110,7 @@ class Statistics:
             return
         if self._histogram:
             self.exponents.update(exponents_of(values, xp))
-        self.zeros += n - int(xp.count_nonzero(values != 0))
+        self.zeros += n - int(xp.count_nonzero(numbers != 0))
         low, high = extremes(numbers)
         mean = total / n if isfinite(total) else min(max(float((values / n).sum()), low), high)
         squares = _squares(values)
@@ -175,5 +177,6 @@ def _extremes(numbers: Any) -> tuple[float | int, ...]:
 
 def _squares(values: Any) -> float:
     """Return the sum of the squares of `values`, an array of float64."""
-    parts = (values[at : at + _DOT] for at in range(0, len(values), _DOT))
-    return float(sum(part.dot(part) for part in parts))
+    end = len(values) // _DOT * _DOT
+    rows, rest = values[:end].reshape(-1, 1, _DOT), values[end:]
+    return float((rows @ rows.reshape(-1, _DOT, 1)).sum() + rest.dot(rest))
