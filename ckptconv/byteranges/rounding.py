@@ -11,7 +11,9 @@ from ckptconv.byteranges.spans import Cast, Piece, Scaled
 _INFINITY, _NAN = 0x7F800000, 0x7FC0  # of float32, of bfloat16
 _TOO_LARGE = 0x7F7F8000  # the smallest float32 that rounds to infinity
 _SIGN = 0x80000000
-_BLOCK = 256 << 10  # bytes that are rounded at once, so that the intermediate numbers stay in a processor's cache
+#: Bytes that are rounded at once: so many that threads of Python rarely wait for each other, and so few that the
+#: intermediate numbers stay in a processor's cache.
+_BLOCK = 1 << 20
 
 
 @cache
