@@ -12,6 +12,7 @@ import io
 import os
 import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Container, Generator, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +23,7 @@ from ckptconv.byteranges.checksums import check_crc32, checksum, combined
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.reading import AHEAD, Window
 from ckptconv.byteranges.record_checks import Sums
+from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import (
     FILESYSTEM_BLOCK,
     ByteRange,
@@ -48,6 +50,7 @@ _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, sma
 _BEHIND = 8 << 20  # bytes after which writing to the disk is started: a call for each small tensor would cost too much
 _GATHERED = 256 << 10  # bytes of small pieces in one write: a system call for each small tensor would cost too much
 _WORTH_A_THREAD = 64 << 10  # bytes: smaller casts are faster in this thread
+_WORTH_SHARING = 16 << 20  # bytes: a thread helps to read more than that
 _CAST_BLOCK = 16 << 20  # bytes of the source or of the result that a thread casts in one task
 _CAST_WINDOW = 2 << 20  # bytes that it reads, casts and writes at once: they fit into caches
 _MOST_THREADS = 4
@@ -341,6 +344,68 @@ class CastThreads:
         return buffer
 
 
+class _SharedReading:
+    """Reading of large buffers together with a thread: the kernel copies the bytes, and clears new memory before."""
+
+    def __init__(self) -> None:
+        self._threads = Threads(1, "ckptconv-load")
+
+    def is_for(self, piece: Piece, length: int) -> bool:
+        """Return whether a thread helps with `length` bytes of `piece`, which is at hand."""
+        sources = (reading.located(span)[0] for span in piece.ranges()) if length >= _WORTH_SHARING else ()
+        local = [isinstance(each, Readable) and each.is_concurrent and not each.is_far for each in sources]
+        return bool(local) and all(local) and processors() > 1
+
+    def read_into(self, piece: Piece, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes at `offset` of `piece`. Raises what :func:`reading.read_into` raises.
+
+        The thread does not write to `buffer` after this call, because the memory may be freed.
+        """
+        starts = iter(range(0, len(buffer), reading.BUFFER))  # the thread and this one take the next in turn
+        writing = threading.Lock()  # held while the thread writes
+        errors: list[Exception] = []
+
+        def read_next() -> bool:
+            at = next(starts, None)
+            if at is not None:
+                reading.read_into(piece, offset + at, buffer[at : at + reading.BUFFER])
+            return at is not None
+
+        def help_reading() -> None:
+            more = True
+            while more:
+                with writing:
+                    try:
+                        more = read_next()
+                    except Exception as error:
+                        errors.append(error)
+                        more = False
+
+        try:
+            self._threads.submit(help_reading)
+            while not errors and read_next():
+                pass
+        finally:
+            deque(starts, maxlen=0)
+            _wait_for(writing)
+        if errors:
+            raise errors[0]
+
+    def shutdown(self) -> None:
+        """End the thread."""
+        self._threads.shutdown()
+
+
+def _wait_for(lock: threading.Lock) -> None:
+    """Wait until `lock` is free. If a signal handler raises an exception meanwhile, raise it afterwards."""
+    try:
+        with lock:
+            pass
+    except BaseException:
+        _wait_for(lock)
+        raise
+
+
 class VirtualFile(io.RawIOBase):
     """A read-only, seekable view of a planned file, which torch's loader accepts instead of a path.
 
@@ -356,6 +421,7 @@ class VirtualFile(io.RawIOBase):
         self.name = str(file.path)
         self.failure: BaseException | None = None
         self._reader = Pieces(())
+        self._shared = _SharedReading()
         self._size = file.size
         self._pieces = [piece.resolved([0] * len(file.sums)) for piece in file.pieces]
         reading.announce(self._pieces)
@@ -389,6 +455,7 @@ class VirtualFile(io.RawIOBase):
         """Forbid further reads, and remove the temporary files with inflated bytes."""
         super().close()
         self._reader.__exit__()
+        self._shared.shutdown()
         self.readinto = self._refuse  # type: ignore[method-assign]
 
     def _filling(self) -> Generator[int, memoryview, None]:
@@ -434,7 +501,8 @@ class VirtualFile(io.RawIOBase):
         """
         if piece.is_at_hand():
             length = min(piece.length - offset, len(buffer))
-            reading.read_into(piece, offset, buffer[:length])
+            read_into = self._shared.read_into if self._shared.is_for(piece, length) else reading.read_into
+            read_into(piece, offset, buffer[:length])
             return length
         current, start, chunk, chunks = self._stream
         if current is not piece or offset < start:
