@@ -102,6 +102,10 @@ class Limits:
     script_words: int = 500_000
     #: Real pickles, and code, deflate 5 to 20 : 1. The format's bound is 1,032 : 1.
     pickle_inflate_ratio: int = 100
+    #: Opcodes of all deflated pickles in one command, and bytes of them and of deflated JSON for which work is granted,
+    #: in addition to one for each deflated byte. Only small checkpoints are deflated: 60,000 tensors take 1.9 million
+    #: opcodes.
+    inflated_bytes: int = 2 * MIB
     #: Bytes of all code of a TorchScript archive: a model of 10,000 layers has a few megabytes.
     script_bytes: int = 64 * MIB
     #: Bytes of the JSON of a torch.export program: one of 100,000 nodes has some 50 megabytes.

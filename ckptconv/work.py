@@ -29,10 +29,11 @@ class Work:
         where: The file or pickle that was read last, for errors.
     """
 
-    __slots__ = ("left", "nbytes", "where")
+    __slots__ = ("_inflated", "left", "nbytes", "where")
 
     def __init__(self, left: int) -> None:
         self.left = left
+        self._inflated = LIMITS.inflated_bytes
         self.nbytes = 0
         self.where: object = None
 
@@ -41,6 +42,15 @@ class Work:
         self.where = where or self.where
         self.nbytes += nbytes
         self.left += LIMITS.work_each * nbytes
+
+    def inflated(self, size: int, stored: int) -> int:
+        """Return for how many of the `size` bytes of a record, which has `stored` deflated ones, to grant steps.
+
+        A few deflated bytes can become many, so there is a number for all records of a command.
+        """
+        more = min(max(size - stored, 0), self._inflated)
+        self._inflated -= more
+        return min(size, stored + more)
 
     def charge(self, steps: int) -> None:
         """Subtract `steps` from the budget. Raise LimitError if it is exhausted, in this call and in each later one."""

@@ -50,6 +50,7 @@ from ckptconv.formats.zip_archive import STORED, Archive, Member, read_archive
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, Object, Tuple, Value, is_count, set_items
+from ckptconv.work import work
 
 NAME = "torch.export program"
 _WEIGHTS = "data/weights/"
@@ -60,6 +61,8 @@ _FLAT, _STATE_DICT = "serialized_exported_program.json", "serialized_state_dict.
 _MODEL = regex(r"models/([^/]+)\.json")
 #: Records that other readers of torch look for.
 _OTHERS = {"data.pkl", "constants.pkl", "attributes.pkl"}
+#: Steps for the objects, lists and texts of JSON, by the characters in it that tell how many there are.
+_STEPS = {b"{": 2, b"[": 2, b'"': 1, b",": 1, b":": 1}
 _STRIDED = 7
 _DTYPES = (
     "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
@@ -292,6 +295,8 @@ def read_json(archive: Archive, name: str, *, exact: bool = False) -> Any:
     where = member.where
     check_limit("the JSON of a program is too large", member.size, LIMITS.program_bytes, "bytes", where=where)
     data = record_bytes(member)
+    work().grant(work().inflated(member.size, member.stored_size), where)
+    work().charge(sum(steps * data.count(symbol) for symbol, steps in _STEPS.items()))
     try:
         check_nesting(data)
         parsed = json.loads(data)

@@ -226,7 +226,8 @@ def read_pickle(member: Member, like: Checkpoint | None = None) -> tuple[Graph, 
     if like and _has_pickle(like, member):
         work().grant(size, where)
         return replace(like.graph), file
-    graph, end = parse(file.read, start + size, where=where, offset=start)
+    granted = None if member.method == STORED else work().inflated(size, member.stored_size)
+    graph, end = parse(file.read, start + size, where=where, offset=start, granted=granted)
     if end != start + size:
         source.faults.found(
             MalformedError("bytes after the end of the pickle", where=where, expected=f"{end - start} bytes", got=size)

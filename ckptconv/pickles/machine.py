@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from itertools import compress, islice, repeat
 from operator import length_hint
@@ -84,6 +85,7 @@ class PickleMachine:
         self.window = b""
         self.pos = 0  # position of the next byte in the window
         self.budget = LIMITS.pickle_bytes
+        self.granted = sys.maxsize  # the most opcodes, and the most bytes for which work is granted
         self.frame_end: int | None = None
         self.protocol = 0
         self.stack: list[Value] = []
@@ -108,7 +110,7 @@ class PickleMachine:
         ``LIMITS.pickle_opcodes`` if this is less. Raises MalformedError, LimitError, and the errors of operations.
         """
         stop, used, self.dispatch = CODES["STOP"][0], self.used, dispatch
-        most = LIMITS.pickle_opcodes if most is None else min(most, LIMITS.pickle_opcodes)
+        most = min(LIMITS.pickle_opcodes if most is None else min(most, LIMITS.pickle_opcodes), self.granted)
         self.steps = steps = repeat(None, most)
         for _ in steps:
             pos = self.pos
@@ -147,7 +149,7 @@ class PickleMachine:
             left = len(self.stack) + sum(map(len, self.metastack))
             self.fail("the pickle must end with one value on its stack", got=f"{left} and {len(self.metastack)} marks")
         budget = work()
-        budget.grant(self.tell() - self.start, self.where)
+        budget.grant(min(self.tell() - self.start, self.granted), self.where)
         budget.charge(_STEPS * len(self.calls))
         root = self.stack[0]
         return self.graph(root, opcodes, _lost(root, self.popped) if self.popped else [])

@@ -50,6 +50,7 @@ def parse(
     offset: int = 0,
     leave: tuple[bytes, ...] = (),
     free: Collection[str] = (),
+    granted: int | None = None,
 ) -> tuple[Graph, int]:
     """Return the graph of the pickle at `offset` and the offset after its last byte.
 
@@ -61,6 +62,7 @@ def parse(
         leave: Prefixes. Byte strings and texts that start with a prefix become blobs, even if they are short.
         free: Names of attributes. If there are any, repeated items are read at once, and these attributes may differ
             (:mod:`ckptconv.pickles.repeats`).
+        granted: The most opcodes, and the most bytes for which work is granted, of a pickle that was inflated.
 
     Raises:
         MalformedError: The pickle is not valid.
@@ -74,6 +76,7 @@ def parse(
             repeats = RepeatMachine(read, size, where, offset, free)
             return repeats.load(DISPATCH), repeats.tell()
     machine = PickleMachine(read, size, where, offset, leave) if leave else RowMachine(read, size, where, offset)
+    machine.granted = machine.granted if granted is None else granted
     return machine.load(DISPATCH), machine.tell()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from ckptconv.limits import Limits
 from ckptconv.pickles.graph import List, Object, Tuple, Value, gc_paused, walk
 from ckptconv.work import Work, bounded, seen, tell, watched, work
 from tests.fuzz.budgets import file_of
-from tests.support.hostile_bytes import dict_of, text, torch_zip_of
+from tests.support.hostile_bytes import dict_of, text, torch_zip_of, zip_of
 
 #: Shapes whose nodes are many, each of which some command has to visit several times.
 DEAR = (
@@ -62,6 +64,36 @@ def test_what_is_used_up_stays_used_up() -> None:
     for again in (lambda: budget.charge(1), budget.check, lambda: budget.charge(0)):
         with pytest.raises(LimitError, match=r"take too much work.*expected at most 4,000,000 steps for 0 bytes"):
             again()
+
+
+@pytest.mark.parametrize("kind", ["a pickle", "pickles in a program", "JSON of a program"])
+def test_deflated_records_are_granted_little(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few deflated bytes can be many opcodes or lists, in one record or in several."""
+    path = tmp_path / "a.pt2"
+    many = zip_of({"a/data.pkl": b"\x80\x02](" + b"N" * 20_000 + b"e.", "a/version": b"3"}, zipfile.ZIP_DEFLATED)
+    if kind == "a pickle":
+        path.write_bytes(many)
+    else:
+        fat = kind == "JSON of a program"
+        program = {"graph_module": {"graph": {"nodes": [[]] * 20_000 * fat}, "signature": {"input_specs": []}}}
+        text = json.dumps({**program, "schema_version": {"major": 8, "minor": 1}}, separators=(",", ":")).encode()
+        records = {f"data/sample_inputs/{i}.pt": many for i in range(0 if fat else 3)}
+        weights = "data/weights/m_weights_config.json"
+        stored = zip_of({"a/archive_format": b"pt2", f"a/{weights}": b'{"config": {}}'}, zipfile.ZIP_STORED)
+        path.write_bytes(stored)
+        with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("a/models/m.json", text)
+            for name, data in records.items():
+                archive.writestr(zipfile.ZipInfo(f"a/{name}"), data)  # stored
+    ckptconv.inspect(path)
+    few = Limits(inflated_bytes=20_100 if kind == "pickles in a program" else 1000, work=20_000)
+    for module in ("work", "limits"):
+        monkeypatch.setattr(f"ckptconv.{module}.LIMITS", few)
+    if kind == "pickles in a program":
+        assert "too many pickle opcodes" in str(ckptconv.inspect(path).notes)
+        return
+    with pytest.raises(LimitError, match=r"too many pickle opcodes|too much work"):
+        ckptconv.inspect(path)
 
 
 def test_a_walk_is_charged_for_each_node() -> None:
