@@ -49,7 +49,8 @@ class Limits:
     #: an element does not overflow.
     elements: int = 1 << 62
     #: Characters in a name that is matched with a user's regular expression: a quadratic one takes a million steps. The
-    #: longest name in the real files that tests read has 60 characters.
+    #: longest name in the real files that tests read has 60 characters. The same for the names of sizes in a
+    #: ``config.json``.
     matched_name: int = 1_000
     #: Tensors that one rule of ``--regroup`` makes: 100 layers of 512 experts of three tensors are fewer. A tensor
     #: without elements can have any number of rows.

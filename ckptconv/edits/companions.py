@@ -13,9 +13,10 @@ from itertools import islice
 from ckptconv.edits.regroup_plan import Geometry, Group
 from ckptconv.errors import RefusedError, some
 from ckptconv.lazy_regex import regex
+from ckptconv.work import CHARACTERS, work
 
 #: Words in the last segment of a name that only quantization state has.
-_STATE = regex(r"(?i).*(scale|zero_?point|q?zeros|g_idx|absmax|amax|quant|scb|_shape|codebook).*")
+_STATE = regex(r"(?is).*(scale|zero_?point|q?zeros|g_idx|absmax|amax|quant|scb|_shape|codebook).*")
 _WEIGHTS = ("weight", "qweight")
 #: What a block of elements with one scale can have along a dimension.
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -96,6 +97,7 @@ class _Beside:
             if _STATE.fullmatch(last):
                 insort(self._state.setdefault(module, []), last)
             while module and module not in self._below:
+                work().charge(1 + len(module) // CHARACTERS)
                 self._below[module] = name
                 module = module.rpartition(".")[0]
 

@@ -107,10 +107,12 @@ def _is_size(value: object) -> bool:
 def _flat(config: Any, prefix: str = "", depth: int = 10) -> dict[str, int]:
     """Return all positive integers in `config` by name.
 
-    Names in inner mappings have their path with dots before them.
+    Names in inner mappings have their path with dots before them. One that is longer than a rule needs is left out.
     """
     found: dict[str, int] = {}
     for name, value in config.items() if isinstance(config, dict) and depth else ():
+        if len(prefix) + len(name) > LIMITS.matched_name:
+            continue
         if _is_size(value):
             found[prefix + name] = value
         found |= _flat(value, f"{prefix}{name}.", depth - 1)

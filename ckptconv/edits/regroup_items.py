@@ -13,6 +13,7 @@ from ckptconv.edits.regroup_rules import Rule
 from ckptconv.errors import LimitError, NoMatchError, RefusedError, some
 from ckptconv.hints import option
 from ckptconv.limits import LIMITS
+from ckptconv.work import CHARACTERS, work
 
 _T = TypeVar("_T")
 #: What a rule did to a state dict: a group of tensors, or new names by the old ones.
@@ -45,11 +46,12 @@ class Items(Generic[_T]):
                 self.values[key], self._cell_of[key] = value, cell
         self.before = [*self.values]
 
-    def first(self, names: Iterable[str]) -> str:
-        """Return the name of `names` that comes first in the order of the items."""
-        wanted = {*names}
-        cell = min(self._cell_of[name] for name in wanted)
-        return next(key for key, _ in self.cells[cell] if isinstance(key, str) and key in wanted)
+    def firsts(self, groups: Iterable[Group]) -> dict[str, Group]:
+        """Return `groups` by the name of their old ones that comes first in the order of the items."""
+        groups = [*groups]
+        cells = sorted({self._cell_of[name] for group in groups for name in group.old})
+        place = {key: i for i, (key, _) in enumerate(item for cell in cells for item in self.cells[cell])}
+        return {min(group.old, key=place.__getitem__): group for group in groups}
 
     def rename(self, new: Mapping[str, str]) -> None:
         """Change the names that are keys of `new` to their values, all at once."""
@@ -60,26 +62,29 @@ class Items(Generic[_T]):
         self.origin |= {becomes: self.origin.get(old, old) for old, becomes in new.items()}
         self.steps.append(new)
 
-    def regroup(self, group: Group, values: Iterable[_T]) -> None:
-        """Replace the old tensors of `group` by the new ones, `values`, at the position of the first old tensor."""
-        first = self.first(group.old)
-        home = self._cell_of[first]
-        new = dict(zip(group.new, values, strict=True))
-        old = {*group.old}
-        for cell in {self._cell_of.pop(name) for name in old}:
+    def regroup(self, groups: Mapping[str, Group], values: Mapping[str, Iterable[_T]]) -> None:
+        """Replace the old tensors of `groups` by the new ones, `values`, at the position of the first old tensor.
+
+        Both are by the name of that tensor. A cell is read once, because it can have the tensors of many groups.
+        """
+        made = {first: dict(zip(group.new, values[first], strict=True)) for first, group in groups.items()}
+        old = {name for group in groups.values() for name in group.old}
+        for cell in {self._cell_of[name] for name in old}:
             items: list[tuple[Any, _T]] = []
             for key, value in self.cells[cell]:
-                if key == first:
-                    items += new.items()
+                if key in made:
+                    items += made[key].items()
                 elif key not in old:
                     items.append((key, value))
             self.cells[cell] = items
-        for name in old:
-            del self.values[name]
-        self.values |= new
-        self._cell_of |= dict.fromkeys(new, home)
-        self.origin |= dict.fromkeys(new, self.origin.get(first, first))
-        self.steps.append(group)
+        for first, new in made.items():
+            home, origin = self._cell_of[first], self.origin.get(first, first)
+            for name in groups[first].old:
+                del self._cell_of[name], self.values[name]
+            self.values |= new
+            self._cell_of |= dict.fromkeys(new, home)
+            self.origin |= dict.fromkeys(new, origin)
+            self.steps.append(groups[first])
 
     def modules(self, known: Collection[str]) -> tuple[set[str], dict[str, str]]:
         """Return the module paths that the rules remove from ``_metadata``, and those that they add.
@@ -95,6 +100,7 @@ class Items(Generic[_T]):
         for new, old in self.origin.items():
             a, b = new.split(".")[:-1], old.split(".")[:-1]
             for depth in range(len(a), 0, -1) if len(a) == len(b) else [len(a)]:
+                work().charge(1 + len(new) // CHARACTERS)
                 origin.setdefault(".".join(a[:depth]), ".".join(b[:depth] if len(a) == len(b) else b))
         follows = not before.keys().isdisjoint(known)
         added = [module for module in after if follows and module not in before and module not in known]
@@ -163,9 +169,12 @@ def apply_rules(
                 matched.add(rule.file or rule)
             if renamed:
                 items.rename(renamed)
-            for group in groups:
-                old = [items.values[name] for name in group.old]
-                items.regroup(group, maker.made(group, old, items.values[items.first(group.old)]))
+            firsts, values = items.firsts(groups), items.values
+            made = {
+                first: maker.made(group, [values[name] for name in group.old], values[first])
+                for first, group in firsts.items()
+            }
+            items.regroup(firsts, made)
         if planner.below:
             stay = "name stays as it is" if planner.below == 1 else "names stay as they are"
             text = f"{planner.below:,} {stay}, because a number would be below 0: "
@@ -192,6 +201,7 @@ def _modules(names: Iterable[str]) -> dict[str, None]:
         path = name.rpartition(".")[0]
         above: list[str] = []
         while path and path not in modules:
+            work().charge(1 + len(path) // CHARACTERS)
             above.append(path)
             path = path.rpartition(".")[0]
         modules.update(dict.fromkeys(reversed(above)))

@@ -26,6 +26,7 @@ from ckptconv.errors import UsageError, some
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
+from ckptconv.work import CHARACTERS, work
 
 _MEANS_SOMETHING = frozenset("=,:[]@{}*\\$/>")
 _SYMBOLS = regex(r"(?s)\\.|.")
@@ -157,6 +158,7 @@ class Pattern:
                 return None
             else:
                 name += str(number)
+        work().charge(1 + len(name) // CHARACTERS)  # a wildcard can match a long text, for each index of a stack
         return name
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptconv
+from ckptconv.edits.regroup_files import _flat
+from ckptconv.edits.regroup_items import Items, Maker, apply_rules
+from ckptconv.edits.regroup_plan import Group
+from ckptconv.edits.regroup_rules import parse_rule
 from ckptconv.errors import CkptconvError, CollisionError, LimitError, NoMatchError, RefusedError, UsageError
 from ckptconv.limits import LIMITS
+from ckptconv.work import bounded
 from tests.support.http_server import serving
 from tests.unit.test_limits import set_limits
 
@@ -515,6 +521,54 @@ def test_rules_cost_no_more_than_a_bound(tmp_path: Path, monkeypatch: pytest.Mon
         regrouped(tmp_path, state, "x.{n} = y.{n}", "y.{n} = z.{n}", "z.{n} = x.{n}")
 
 
+def test_long_names_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules around a tensor, and the tensors that a rule makes of it, can have far more characters than it."""
+    monkeypatch.setattr("ckptconv.work.LIMITS", dataclasses.replace(LIMITS, work=20_000))
+    save_file({"a." * 2_000 + "q.weight": torch.ones(2, 2)}, tmp_path / "a.safetensors")
+    with pytest.raises(LimitError, match="too much work"):
+        ckptconv.convert(
+            tmp_path / "a.safetensors",
+            tmp_path / "b.safetensors",
+            regroup="**.q.weight = **.a.weight:1, **.b.weight:1",
+        )
+    pattern = parse_rule("**.w = **.w.{e}").made[0].pattern
+    assert pattern
+    with bounded(), pytest.raises(LimitError, match="too much work"):
+        for row in range(100):
+            pattern.fill({"e": row}, ("a" * 10_000 + ".",))
+
+
+def test_state_whose_name_has_a_line_break(tmp_path: Path) -> None:
+    """Is state as well: a pattern that ends at the break would be tried at each word, and the name can be long."""
+    with pytest.raises(RefusedError, match=r"belongs to q\.weight, which is regrouped"):
+        regrouped(tmp_path, {"q.weight": numbered(2), "q.scale\n": numbered(2)}, "q.weight = a.weight:1, b.weight:1")
+
+
+def test_a_cell_of_many_tensors_is_read_once() -> None:
+    """The second of two rules can regroup each of the tensors that the first one made of one."""
+
+    class Key(str):
+        seen = 0
+
+        def __hash__(self) -> int:
+            Key.seen += 1
+            return super().__hash__()
+
+    class Sized(Maker[torch.Tensor]):
+        def tensor(self, value: torch.Tensor) -> torch.Tensor:
+            return value
+
+        def made(self, group: Group, values: Sequence[torch.Tensor], like: torch.Tensor) -> Sequence[torch.Tensor]:
+            return [torch.ones(1) for _ in group.new]
+
+    items: Items[torch.Tensor] = Items([(Key(f"x.{i}"), torch.ones(2)) for i in range(300)], "")
+    items.cells = [[item for cell in items.cells for item in cell]]
+    items._cell_of = dict.fromkeys(items.values, 0)
+    apply_rules([parse_rule("x.{e} @0 = a.{e}:1, b.{e}:1")], [items], Sized())
+    assert [*items.values] == [key for key, _ in items.cells[0]] == [f"{w}.{i}" for i in range(300) for w in "ab"]
+    assert Key.seen < 100 * 300
+
+
 def test_files_that_are_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is missing, too large, no text, or not a rule in each line; sizes that are no sizes."""
     state = {"w": numbered(4)}
@@ -542,6 +596,8 @@ def test_files_that_are_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (tmp_path / "config.json").write_text(json.dumps({"n": value}))
         with pytest.raises(UsageError, match=r"the value of \$n is not known"):
             regrouped(tmp_path, state, "w = a:$n, b:1")
+    (tmp_path / "config.json").write_text(json.dumps({"k" * 1_000: {f"n{i}": 1 for i in range(9)}, "n": 1}))
+    assert _flat(json.loads((tmp_path / "config.json").read_text())) == {"n": 1}  # no name of a thousand characters
     rules.write_text("w = a:1, b:1\n")
     assert regrouped(tmp_path, state, rules=str(rules)).keys() == {"a", "b"}
     set_limits(monkeypatch, dataclasses.replace(LIMITS, rules_bytes=len(rules.read_bytes()) - 1))
