@@ -30,10 +30,29 @@ from ckptconv.lazy_regex import regex
 
 #: Operators whose arguments are known. Those of other libraries can depend on a device in any way.
 _KNOWN = regex(r"(torch\.ops\.(aten|prims|prim|higher_order|_c10d_functional)|_operator|math|builtins)\..*")
-#: Operators that are compiled, or that only one kind of device has.
-_BOUND = regex(
-    r"(?:.*[._])?(cpu|cuda|cudnn|hip|miopen|mkldnn|mkl|onednn|mps|xpu|hpu|triton|inductor|aoti|flash|efficient|cutlass"
-    r"|delegate|torchbind)(?:[._].*)?"
+#: Words in the names of operators that are compiled, or that only one kind of device has.
+_BOUND = frozenset(
+    [
+        "cpu",
+        "cuda",
+        "cudnn",
+        "hip",
+        "miopen",
+        "mkldnn",
+        "mkl",
+        "onednn",
+        "mps",
+        "xpu",
+        "hpu",
+        "triton",
+        "inductor",
+        "aoti",
+        "flash",
+        "efficient",
+        "cutlass",
+        "delegate",
+        "torchbind",
+    ]
 )
 _WORD = regex(r"(?s:.*\b(device|cpu|cuda|mps|xpu|hpu|meta)\b.*)")  # in code, and in texts for operators
 _AUTOCAST = "torch.ops.higher_order.wrap_with_autocast"
@@ -122,7 +141,10 @@ class _Program:
     """
 
     def __init__(self, devices: Devices, where: str, tags: Counter[str], has_nulls: bool) -> None:
-        self.devices, self.where, self.tags, self.has_nulls = devices, where, tags, has_nulls
+        self.devices, self.where, self.has_nulls = devices, where, has_nulls
+        self._families: dict[str, set[str]] = {}  # the new families of each old one
+        for tag in tags:
+            self._families.setdefault(tag.partition(":")[0], set()).add(devices.new_tag(tag).partition(":")[0])
 
     def refuse(self, what: str, got: object) -> NoReturn:
         """Raise RefusedError because of the node or record `what`."""
@@ -142,6 +164,7 @@ class _Program:
 
     def move(self, name: str, text: Any) -> None:
         """Change the devices in `text`, the JSON of the record `name`."""
+        guards = text.get("guards_code") if isinstance(text, dict) else None
         for operator, holder, key in _mentions(text, name):
             value = holder[key]
             if key == "use_pickle":
@@ -156,24 +179,21 @@ class _Program:
                     if not index and not self.has_nulls:
                         del value["index"]
             elif key == "target" and "inputs" in holder:
-                if _BOUND.fullmatch(value):
+                if not _BOUND.isdisjoint(value.replace("_", ".").split(".")):
                     self.refuse(value, "an operator of one kind of device")
             elif operator == _AUTOCAST and key == "as_string":
                 holder[key] = self._family(value)
             elif key == "as_string" and operator.startswith("torch.ops.aten.") and DEVICE_STRING.fullmatch(value):
                 holder[key] = self.devices.new_tag(value)  # move_to_device_pass writes a device as a text
-            elif DEVICE_STRING.fullmatch(value) or (
-                _WORD.fullmatch(value) and (operator != name or holder is text.get("guards_code"))
-            ):
+            elif DEVICE_STRING.fullmatch(value) or (_WORD.fullmatch(value) and (operator != name or holder is guards)):
                 self.refuse(operator, value)
 
     def _family(self, family: str) -> str:
         """Return the family of devices that replaces `family`, the argument of an autocast."""
-        old = [tag for tag in self.tags if tag.partition(":")[0] == family] or [family]
-        new = {self.devices.new_tag(tag).partition(":")[0] for tag in old}
+        new = self._families.get(family) or {self.devices.new_tag(family).partition(":")[0]}
         if len(new) > 1:
             self.refuse(_AUTOCAST, " or ".join(sorted(new)))
-        return new.pop()
+        return next(iter(new))
 
 
 def _mentions(text: Any, name: str) -> Iterator[tuple[str, Any, Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +17,7 @@ from torch.export.passes import move_to_device_pass
 
 import ckptconv
 from ckptconv.byteranges import reading
-from ckptconv.conversion.programs import plan_program
+from ckptconv.conversion.programs import _Program, plan_program
 from ckptconv.edits.devices import Devices, Rule, Target
 from ckptconv.edits.options import Edits
 from ckptconv.formats import opening
@@ -172,6 +173,7 @@ CPU = {"as_device": {"type": "cpu", "index": None}}
         (node("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default"), "flash_attention_for_cpu"),
         (node("torch.ops.mkldnn._linear_pointwise.default"), "mkldnn"),
         (node("torch.ops.higher_order.triton_kernel_wrapper_functional"), "triton_kernel_wrapper"),
+        (node("torch.ops.cpu.line\n"), "cpu"),  # a pattern that ends at the break would be tried at each word
         (lambda program: program["guards_code"].append("L['x'].device.type == 'cpu'"), "models/model.json"),
         (lambda program: program.update(future={"where": "cuda:0"}), "models/model.json"),
     ],
@@ -192,6 +194,30 @@ def test_an_unknown_operator_without_a_device(tmp_path: Path) -> None:
     change = node("torch.ops.mine.op.default", {"as_tensor": {"name": "cuda"}}, {"as_string": "a_cpu"})
     changed(tmp_path / "m.pt2", tmp_path / "x.pt2", change_program(change))
     ckptconv.convert(tmp_path / "x.pt2", tmp_path / "y.pt2", map_location="cuda")
+
+
+def test_a_list_in_place_of_a_program(tmp_path: Path) -> None:
+    """In a record that torch does not read: its texts are those of no node."""
+    linear(tmp_path / "m.pt2")
+    with zipfile.ZipFile(tmp_path / "m.pt2", "a") as archive:
+        archive.writestr(f"{archive.namelist()[0].partition('/')[0]}/models/a/b.json", '["the cpu"]')
+    ckptconv.convert(tmp_path / "m.pt2", tmp_path / "y.pt2", map_location="cuda")
+
+
+def test_families_are_read_once() -> None:
+    """A program can have many devices, and many nodes that name a family of them."""
+
+    class Tags(Counter[str]):
+        times = 0
+
+        def __iter__(self) -> Iterator[str]:
+            Tags.times += 1
+            return super().__iter__()
+
+    devices = Devices((Rule("any", 0, Target("cuda", 0)),))
+    program = _Program(devices, "", Tags(["cpu", "cpu:1"]), has_nulls=False)
+    assert [program._family("cpu") for _ in range(9)] == ["cuda"] * 9
+    assert Tags.times == 1
 
 
 def test_an_autocast_of_two_devices(tmp_path: Path) -> None:
