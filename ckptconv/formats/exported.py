@@ -232,9 +232,10 @@ def _inner_files(names: Mapping[str, Member], checkpoint: Checkpoint) -> Iterato
             yield f"{'sample inputs that are' if is_sample else name + ' is'} not read: {error.what}"
             continue
         checkpoint.beside[name] = inner
-        shown = [f"{info.dtype} {[*info.shape]} on {info.device}" for info in inner.tensors.values()]
         if is_sample:
-            yield f"sample inputs: {some(shown, _SHOWN) or 'no tensor'}"
+            infos = [*inner.tensors.values()]  # many of them can have one long text as their device
+            shown = [f"{info.dtype} {[*info.shape]} on {info.device}" for info in infos[:_SHOWN]]
+            yield f"sample inputs: {some(shown + [''] * len(infos[_SHOWN:]), _SHOWN) or 'no tensor'}"
 
 
 def _about(entry: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ import ckptconv
 from ckptconv.formats import exported
 from ckptconv.inspection.verification import verify
 from ckptconv.limits import LIMITS
+from tests.support.hostile_bytes import pickle_of, storage, tensor, text, torch_zip_of
 from tests.support.reduced import Reduced
 
 package = pytest.importorskip("torch.export.pt2_archive._package", reason="since torch 2.8")
@@ -138,6 +140,21 @@ def lie(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         place[key] = value
 
     return change
+
+
+def test_a_long_device_of_many_sample_inputs(tmp_path: Path) -> None:
+    """Tensors can share the text, so it is not repeated for those that the note does not list."""
+    linear(tmp_path / "m.pt2")
+    shared = tensor(storage(tag="d").replace(text("d"), b"h\x00"))
+    inputs = torch_zip_of(pickle_of(text("d" * 20_000) + b"q\x00", *[shared] * 500))
+    changed(tmp_path / "m.pt2", tmp_path / "x.pt2", lambda name, data: (name, inputs if name.endswith(".pt") else data))
+    tracemalloc.start()
+    try:
+        notes = str(ckptconv.inspect(tmp_path / "x.pt2").notes)
+        assert tracemalloc.get_traced_memory()[1] < 500 * 20_000
+    finally:
+        tracemalloc.stop()
+    assert "and 495 more" in notes
 
 
 @pytest.mark.parametrize(
