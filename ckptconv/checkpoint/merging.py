@@ -8,6 +8,7 @@ dtypes without a storage class).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
@@ -371,6 +372,19 @@ def refuse_different(checkpoint: Checkpoint) -> None:
         raise _difference_error(checkpoint, differ)
 
 
+def are_below(paths: Iterable[str], tops: Iterable[str]) -> bool:
+    """Return whether each of `paths` is one of the paths `tops`, or below one."""
+    highest: list[str] = []  # those that are not below others; what lies between a text and a longer one begins with it
+    for top in sorted(f"{top}/" for top in tops):
+        if not highest or not top.startswith(highest[-1]):
+            highest.append(top)
+    for path in paths:
+        i = bisect_right(highest, whole := f"{path}/")
+        if not i or not whole.startswith(highest[i - 1]):
+            return False
+    return True
+
+
 def have_equal_checksums(a: Piece, b: Piece) -> bool:
     """Return whether `a` and `b` have the same length, and known checksums that are equal."""
     return a.length == b.length and a.crc32_known() is not None and a.crc32_known() == b.crc32_known()
@@ -387,9 +401,8 @@ def _difference_error(checkpoint: Checkpoint, differ: list[Replica]) -> RefusedE
     for replica in differ:
         files.setdefault(replica.place.path, replica.files)
     dropped = list(dict.fromkeys(place.path if (place := _droppable(each.place)) else "." for each in differ))
-    if "." in dropped or all(
-        any(path == each or path.startswith(each + "/") for each in dropped) for path in checkpoint.tensors
-    ):  # a conversion does not drop all tensors and keep other values
+    if "." in dropped or are_below(checkpoint.tensors, dropped):
+        # a conversion does not drop all tensors and keep other values
         one = command("convert", checkpoint.source.folder / differ[0].files[0], Placeholder("OUT"))
         hint = "each rank has its own value, so the run needs the separate files; to convert one rank: " + one
     else:

@@ -25,6 +25,7 @@ from ckptconv.formats.distributed.metadata import plain
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, Global, List, Tuple, Value, args_of, is_count
 from ckptconv.pickles.paths import Place
+from ckptconv.work import CHARACTERS, work
 
 _HERE = "torch.distributed."
 _AGAIN = "save it again in the run, "
@@ -180,6 +181,7 @@ class PartReader:
                 if parts > 1:
                     cuts.append(Cut(parts, at, dim, split))
             layout.append(f"{description} over {parts}" + (f" ({name})" if isinstance(name, str) else ""))
+            work().charge(1 + len(layout[-1]) // CHARACTERS)  # the name of a mesh can be long, and in many layouts
         return tuple(cuts), ", ".join(layout)
 
     def _mesh(self, node: Value) -> _Mesh:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 import ckptconv
 from ckptconv import convert
+from ckptconv.checkpoint.merging import are_below
 from ckptconv.errors import CkptconvError
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
@@ -221,3 +222,25 @@ def test_one_more_conversion_gives_the_same_bytes(tmp_path: Path) -> None:
         first, second = (content_of(run / dst) for run in runs)
         assert first == second
     assert json.loads((tmp_path / "1" / "dealt" / "pytorch_model.bin.index.json").read_text())["metadata"]
+
+
+def test_paths_below_others() -> None:
+    """Each path is compared with one other, however many there are."""
+
+    class Read(str):
+        times = 0
+
+        def __format__(self, spec: str) -> str:
+            Read.times += 1
+            return str(self)
+
+        def startswith(self, *args: Any) -> bool:
+            Read.times += 1
+            return super().startswith(*args)
+
+    tops = ["a", "a/b", "a-b", "c/d", "", "e."]
+    assert are_below(["a", "a/b/c", "a/x", "a-b", "c/d/e", "", "e."], tops)
+    assert not any(are_below([path], tops) for path in ("ab", "a.b", "c", "c/de", "e", "b"))
+    assert are_below([], []) and not are_below(["a"], [])
+    many = [f"layers.{i}" for i in range(300)]
+    assert are_below(map(Read, many), many) and Read.times == 300

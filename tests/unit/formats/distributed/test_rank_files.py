@@ -11,6 +11,7 @@ import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -407,3 +408,16 @@ def test_bounds(bound: str, most: int, words: str, runs: Path, tmp_path: Path, m
     ckptconv.convert(runs / "spread", tmp_path / "out.pt")
     monkeypatch.setattr(rank_parts, "LIMITS", dataclasses.replace(LIMITS, **{bound: most - 1}))
     refused(InputError, words, runs / "spread", tmp_path / "less.pt")
+
+
+def test_the_long_name_of_a_mesh(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts for each layout that contains it: many tensors can share a mesh, each with placements of its own."""
+    charged: list[int] = []
+    monkeypatch.setattr(rank_parts, "work", lambda: SimpleNamespace(charge=charged.append))
+
+    def change(state: dict[str, Any], rank: int) -> None:
+        mesh = spec_of(state).mesh
+        mesh._mesh_dim_names = ("m" * 60_000,) * mesh.ndim
+
+    ckptconv.inspect(edited(runs / "spread", tmp_path / "long", change))
+    assert sum(charged) > 60_000 // 30
