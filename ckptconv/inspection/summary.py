@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 _MOST_OPTIMIZERS = 100
 _ORDERED_DICT = "collections.OrderedDict"
 _STEPS = 4  # of work for a path and a text that are kept
+COPIES = 3  # of the device of a tensor in JSON or text, while it is printed
 _Kind: TypeAlias = Literal["model", "EMA", "optimizer", "RNG states", "other"]
 _KINDS = get_args(_Kind)
 
@@ -533,7 +534,7 @@ def _rows(checkpoint: Checkpoint) -> Iterator[TensorSummary]:
     }
     numbers = {id(storage): i for i, storage in enumerate(checkpoint.storages.values())}
     for info in seen("rows", checkpoint.tensors.values(), len(checkpoint.tensors)):
-        work().charge(len(info.device) // CHARACTERS)  # any number of tensors can have a long one
+        work().charge(COPIES * len(info.device) // CHARACTERS)  # any number of tensors can have a long one
         name, module_path = in_modules.get(info.path, (info.name, None))
         yield TensorSummary(
             path=info.path,

@@ -18,7 +18,7 @@ from ckptconv.limits import Limits
 from ckptconv.pickles.graph import List, Object, Tuple, Value, gc_paused, walk
 from ckptconv.work import Work, bounded, seen, tell, watched, work
 from tests.fuzz.budgets import file_of
-from tests.support.hostile_bytes import dict_of, text, torch_zip_of, zip_of
+from tests.support.hostile_bytes import dict_of, pickle_of, storage, tensor, text, torch_zip_of, zip_of
 
 #: Shapes whose nodes are many, each of which some command has to visit several times.
 DEAR = (
@@ -94,6 +94,20 @@ def test_deflated_records_are_granted_little(kind: str, tmp_path: Path, monkeypa
         return
     with pytest.raises(LimitError, match=r"too many pickle opcodes|too much work"):
         ckptconv.inspect(path)
+
+
+def test_a_long_device_counts_for_each_tensor_that_differs_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`diff` reports both devices of each, and tensors can share the text."""
+    shared = tensor(storage(tag="d").replace(text("d"), b"h\x00"))
+    for name in ("a", "b"):
+        data = pickle_of(text(name * 20_000) + b"q\x00", *[shared] * 100)
+        (tmp_path / name).write_bytes(torch_zip_of(data))
+    monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=20_000))
+    assert ckptconv.diff(tmp_path / "a", tmp_path / "a").same
+    with pytest.raises(LimitError, match="too much work"):
+        ckptconv.diff(tmp_path / "a", tmp_path / "b")
 
 
 def test_a_walk_is_charged_for_each_node() -> None:

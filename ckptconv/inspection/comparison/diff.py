@@ -38,6 +38,7 @@ from ckptconv.inspection.comparison.pairing import Pairing, Side
 from ckptconv.inspection.comparison.values import DifferenceFound, Key, Values, bytes_of, have_equal_sums
 from ckptconv.inspection.diagnosis.diagnose import danger
 from ckptconv.inspection.grouping import rules_between
+from ckptconv.inspection.summary import COPIES
 from ckptconv.inspection.values import values_of
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Global, Value, args_of, gc_paused
@@ -45,6 +46,7 @@ from ckptconv.pickles.paths import Place
 from ckptconv.pickles.rows import RowCall, RowForm
 from ckptconv.safety.scan import concerns
 from ckptconv.stores.memory import Input
+from ckptconv.work import CHARACTERS, work
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -460,6 +462,7 @@ class _Comparison:
         if facts[0] == facts[1] and a.kind == "strided":
             self.found.append((pair, None, [self.values.want(a, b)]))
             return
+        work().charge(COPIES * (len(a.device) + len(b.device)) // CHARACTERS)  # as in a summary
         differing: Any = map(_pair, *facts)
         difference = TensorDifference(place_a.path, *differing)
         keys: list[Key] = []
