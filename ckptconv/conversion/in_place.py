@@ -492,7 +492,7 @@ def take_back(path: str | os.PathLike[str]) -> int:
     if not changed:
         raise InputError(NO_JOURNAL, where=path)
     target, _ = resolved(changed[0])
-    with ExitStack() as opened:
+    with ExitStack() as opened, gc_paused():
         fd = opened.enter_context(open_locked(target))
         first = _Opened(target, fd, *read_journal(target, os.fstat(fd).st_uid))
         is_of_set = first.journal.leader is not None or first.journal.members
@@ -548,7 +548,8 @@ def _set_of(first: _Opened, opened: ExitStack) -> list[_Opened]:
         raise RefusedError("the undo journals of a set contradict each other", where=target, got=named)
     others = [name for name in names if name != named and os.path.lexists(journal_path(target.with_name(name)))]
     if leader.state == DONE and len(others) + 1 < len(names):
-        lost = [name for name in names if name not in (named, *others)]
+        present = {named, *others}
+        lost = [name for name in names if name not in present]
         raise RefusedError(
             "some files of the set were changed or undone separately since then", where=target, got=some(lost)
         )

@@ -35,6 +35,7 @@ from ckptconv.conversion import in_place
 from ckptconv.limits import LIMITS
 from ckptconv.output import files as output_files
 from ckptconv.output import in_place as writing
+from ckptconv.work import work
 from tests.support.archives import without_crc32
 from tests.support.command import Command
 from tests.support.conversions import not_undone, refused, refused_in_place, saved_at
@@ -759,6 +760,20 @@ def test_an_undo_of_a_set_that_was_interrupted_goes_on(sharded: Path) -> None:
     refused_in_place(ckptconv.RefusedError, "was interrupted", sharded, rename=[("layer", "l")])
     ckptconv.undo(leader)
     assert contents(sharded) == before
+
+
+def test_an_undo_of_a_set_has_one_budget(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many files there are: a small file may not take as much work as a large one."""
+    ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+    check, budgets = in_place._check_whole, []
+
+    def checked(path: Path, fd: int, journal: Journal) -> None:
+        budgets.append(work())
+        check(path, fd, journal)
+
+    monkeypatch.setattr(in_place, "_check_whole", checked)
+    ckptconv.undo(sharded)
+    assert len(budgets) == 4 and all(each is budgets[0] for each in budgets)
 
 
 def test_journals_of_a_set_that_contradict_each_other(sharded: Path) -> None:
