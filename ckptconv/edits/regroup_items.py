@@ -16,6 +16,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.work import CHARACTERS, work
 
 _T = TypeVar("_T")
+_STEPS = 6  # of work for a new name, which is kept in the steps
 #: What a rule did to a state dict: a group of tensors, or new names by the old ones.
 Step: TypeAlias = "Group | Mapping[str, str]"
 
@@ -55,6 +56,7 @@ class Items(Generic[_T]):
 
     def rename(self, new: Mapping[str, str]) -> None:
         """Change the names that are keys of `new` to their values, all at once."""
+        work().charge(len(self.values) // 4 + _STEPS * len(new))  # each rule can have new names for all
         for cell in {self._cell_of[name] for name in new}:
             self.cells[cell] = [(new.get(key, key), value) for key, value in self.cells[cell]]
         self.values = {new.get(name, name): value for name, value in self.values.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -535,6 +536,17 @@ def test_long_names_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert pattern
     with bounded(), pytest.raises(LimitError, match="too much work"):
         _ = [pattern.fill({"e": row}, ("a" * 10_000 + ".",)) for row in range(100)]
+
+
+def test_many_rules_that_rename_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count for each name and rule: the new names are kept until the optimizers have followed."""
+    monkeypatch.setattr("ckptconv.work.LIMITS", dataclasses.replace(LIMITS, work=10_000, work_each=0))
+    state = {f"a0.{i}": torch.ones(1) for i in range(50)}
+    save_file(state, tmp_path / "a.safetensors")
+    for n in (1, 50):
+        rules = tuple(f"a{i}.{{n}} = a{i + 1}.{{n}}" for i in range(n))
+        with nullcontext() if n == 1 else pytest.raises(LimitError, match="too much work"):
+            ckptconv.convert(tmp_path / "a.safetensors", tmp_path / f"{n}.safetensors", regroup=rules)
 
 
 def test_state_whose_name_has_a_line_break(tmp_path: Path) -> None:
