@@ -102,7 +102,8 @@ def check_url(data: bytes, folder: Path) -> bool:
     del folder
     text = data.decode("utf-8", "surrogateescape")
     shown = redacted(text)
-    if text.isprintable() and text.startswith("http://u:S3CRET@h/"):
+    url = text.partition("http://u:S3CRET@h/")
+    if text.isprintable() and not url[0] and "u:S3CRET@h" not in url[2]:  # a path may have any text
         assert "u:S3CRET@h" not in shown, "a password is shown"
     try:
         locate(text)
