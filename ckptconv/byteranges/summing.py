@@ -23,9 +23,8 @@ _BY_NUMPY = {
     *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
 }
 _BITS = {"bfloat16": "uint16", "bool": "uint8"}  # dtypes that NumPy does not have, or not for all bytes
-#: Elements summed in one step: so many that threads of Python rarely wait for each other, and few enough that they fit
-#: into a cache and that torch uses one thread.
-_BLOCK, _TORCH_BLOCK = 1 << 17, 1 << 15
+_BLOCK = 1 << 18  # elements that NumPy sums in one step: so many that threads of Python rarely wait for each other
+_SMALL_BLOCK = 1 << 15  # elements that torch sums with one thread, and that fit into a cache
 _DOT = 1 << 13  # elements of a dot product: so few that no library uses threads for it
 
 
@@ -82,8 +81,8 @@ class Statistics:
         from ckptconv.byteranges.kernels import torch
 
         elements = torch.frombuffer(data, dtype=getattr(torch, self._name))
-        for at in range(0, len(elements), _TORCH_BLOCK):
-            block = elements[at : at + _TORCH_BLOCK]
+        for at in range(0, len(elements), _SMALL_BLOCK):
+            block = elements[at : at + _SMALL_BLOCK]
             values = kernel.magnitudes(kernel.as_complex(block)) if block.is_complex() else kernel.as_real(block)
             is_exact = block.is_floating_point() or block.is_complex()
             self._add(torch, values, values if is_exact else block, kernel.extremes)
@@ -108,8 +107,8 @@ class Statistics:
         n = len(values)
         if not n:
             return
-        if self._histogram:
-            self.exponents.update(exponents_of(values, xp))
+        for at in range(0, n, _SMALL_BLOCK) if self._histogram else ():
+            self.exponents.update(exponents_of(values[at : at + _SMALL_BLOCK], xp))
         self.zeros += n - int(xp.count_nonzero(numbers != 0))
         low, high = extremes(numbers)
         mean = total / n if isfinite(total) else min(max(float((values / n).sum()), low), high)

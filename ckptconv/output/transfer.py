@@ -50,7 +50,8 @@ _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, sma
 _BEHIND = 8 << 20  # bytes after which writing to the disk is started: a call for each small tensor would cost too much
 _GATHERED = 256 << 10  # bytes of small pieces in one write: a system call for each small tensor would cost too much
 _WORTH_A_THREAD = 64 << 10  # bytes: smaller casts are faster in this thread
-_WORTH_SHARING = 16 << 20  # bytes: a thread helps to read more than that
+_WORTH_SHARING = 4 << 20  # bytes: a thread helps to read more than that
+_SHARE = 1 << 20  # bytes that it reads at once
 _CAST_BLOCK = 16 << 20  # bytes of the source or of the result that a thread casts in one task
 _CAST_WINDOW = 2 << 20  # bytes that it reads, casts and writes at once: they fit into caches
 _MOST_THREADS = 4
@@ -361,14 +362,14 @@ class _SharedReading:
 
         The thread does not write to `buffer` after this call, because the memory may be freed.
         """
-        starts = iter(range(0, len(buffer), reading.BUFFER))  # the thread and this one take the next in turn
+        starts = iter(range(0, len(buffer), _SHARE))  # the thread and this one take the next in turn
         writing = threading.Lock()  # held while the thread writes
         errors: list[Exception] = []
 
         def read_next() -> bool:
             at = next(starts, None)
             if at is not None:
-                reading.read_into(piece, offset + at, buffer[at : at + reading.BUFFER])
+                reading.read_into(piece, offset + at, buffer[at : at + _SHARE])
             return at is not None
 
         def help_reading() -> None:

@@ -62,7 +62,7 @@ def test_the_stream_inflates_a_piece_at_a_time(tmp_path: Path, monkeypatch: pyte
 @contextmanager
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[VirtualFile, Path]]:
     """A stream of a file, of which a thread reads a part of each buffer on any machine."""
-    monkeypatch.setattr(reading, "BUFFER", 1000)
+    monkeypatch.setattr(transfer, "_SHARE", 1000)
     monkeypatch.setattr(transfer, "_WORTH_SHARING", 1000)
     monkeypatch.setattr(transfer, "processors", lambda: 2)
     path = saved_at(tmp_path / "a.pt", {"a": torch.randn(100_000)})
