@@ -134,7 +134,8 @@ class PickleMachine:
                 self.fail(f"the stack is empty before opcode 0x{code:02x}")
             if self.frame_end is not None:
                 self.check_frame()
-        raise LimitError("too many pickle opcodes", where=self.where, expected=f"at most {most:,}")
+        expected = f"at most {most:,}" + (" in a deflated pickle" if most == self.granted else "")
+        raise LimitError("too many pickle opcodes", where=self.where, expected=expected)
 
     def finish(self, opcodes: int) -> Graph:
         """Return the graph after STOP. Raise MalformedError unless exactly one value is left on the stack.
