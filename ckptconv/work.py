@@ -43,10 +43,11 @@ class Work:
         self.nbytes += nbytes
         self.left += LIMITS.work_each * nbytes
 
-    def inflated(self, size: int, stored: int) -> int:
-        """Return for how many of the `size` bytes of a record, which has `stored` deflated ones, to grant steps.
+    def take_inflated(self, size: int, stored: int) -> int:
+        """Return for how many of the `size` bytes of a record, which were inflated from `stored` ones, to grant steps.
 
-        A few deflated bytes can become many, so there is a number for all records of a command.
+        A few deflated bytes can become many. So the number is `stored`, and a part of ``LIMITS.inflated_bytes``, which
+        all records of a command share and which becomes less with each call.
         """
         more = min(max(size - stored, 0), self._inflated)
         self._inflated -= more

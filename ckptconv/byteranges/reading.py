@@ -47,6 +47,12 @@ def located(span: ByteRange) -> tuple[ByteSource, int]:
     return source, offset
 
 
+def shared_source(span: ByteRange) -> Readable | None:
+    """Return the source of `span` if threads can read it at the same time: a local file, or a remote one. Else None."""
+    source, _ = located(span)
+    return source if isinstance(source, Readable) and source.is_concurrent else None
+
+
 class Window(Generic[_S]):
     """A buffer over a source, so that many short reads at increasing offsets take few system calls.
 

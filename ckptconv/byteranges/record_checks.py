@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ckptconv.byteranges.checksums import check_crc32, checksum, combined
 from ckptconv.byteranges.fault_sink import FaultSink, UnreadRecord
-from ckptconv.byteranges.reading import AHEAD, Window, announce, crc32_of, inflated, located
-from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.reading import AHEAD, Window, announce, crc32_of, inflated, located, shared_source
 from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Piece, Progress
 from ckptconv.byteranges.threads import Threads, processors
 from ckptconv.errors import InputError
@@ -104,11 +103,8 @@ def check_records(
 
 
 def _is_for_threads(data: ByteRange | Inflate) -> bool:
-    """Return whether several threads can read `data` at the same time: it is stored in a local file, or is remote."""
-    if isinstance(data, Inflate):
-        return False
-    source, _ = located(data)
-    return isinstance(source, Readable) and source.is_concurrent
+    """Return whether several threads can read `data` at the same time."""
+    return isinstance(data, ByteRange) and shared_source(data) is not None
 
 
 def _pieces(data: ByteRange | Inflate) -> Iterator[ByteRange]:

@@ -31,29 +31,10 @@ from ckptconv.lazy_regex import regex
 #: Operators whose arguments are known. Those of other libraries can depend on a device in any way.
 _KNOWN = regex(r"(torch\.ops\.(aten|prims|prim|higher_order|_c10d_functional)|_operator|math|builtins)\..*")
 #: Words in the names of operators that are compiled, or that only one kind of device has.
-_BOUND = frozenset(
-    [
-        "cpu",
-        "cuda",
-        "cudnn",
-        "hip",
-        "miopen",
-        "mkldnn",
-        "mkl",
-        "onednn",
-        "mps",
-        "xpu",
-        "hpu",
-        "triton",
-        "inductor",
-        "aoti",
-        "flash",
-        "efficient",
-        "cutlass",
-        "delegate",
-        "torchbind",
-    ]
-)
+_BOUND = {
+    "cpu", "cuda", "cudnn", "hip", "miopen", "mkldnn", "mkl", "onednn", "mps", "xpu", "hpu", "triton", "inductor",
+    "aoti", "flash", "efficient", "cutlass", "delegate", "torchbind",
+}  # fmt: skip
 _WORD = regex(r"(?s:.*\b(device|cpu|cuda|mps|xpu|hpu|meta)\b.*)")  # in code, and in texts for operators
 _AUTOCAST = "torch.ops.higher_order.wrap_with_autocast"
 _DROPPED = ".data/serialization_id"  # a hash of the old records

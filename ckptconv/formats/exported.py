@@ -296,7 +296,7 @@ def read_json(archive: Archive, name: str, *, exact: bool = False) -> Any:
     where = member.where
     check_limit("the JSON of a program is too large", member.size, LIMITS.program_bytes, "bytes", where=where)
     data = record_bytes(member)
-    work().grant(work().inflated(member.size, member.stored_size), where)
+    work().grant(work().take_inflated(member.size, member.stored_size), where)
     work().charge(sum(steps * data.count(symbol) for symbol, steps in _STEPS.items()))
     try:
         check_nesting(data)

@@ -226,7 +226,7 @@ def read_pickle(member: Member, like: Checkpoint | None = None) -> tuple[Graph, 
     if like and _has_pickle(like, member):
         work().grant(size, where)
         return replace(like.graph), file
-    granted = None if member.method == STORED else work().inflated(size, member.stored_size)
+    granted = None if member.method == STORED else work().take_inflated(size, member.stored_size)
     graph, end = parse(file.read, start + size, where=where, offset=start, granted=granted)
     if end != start + size:
         source.faults.found(

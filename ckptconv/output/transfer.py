@@ -23,7 +23,6 @@ from ckptconv.byteranges.checksums import check_crc32, checksum, combined
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.reading import AHEAD, Window
 from ckptconv.byteranges.record_checks import Sums
-from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import (
     FILESYSTEM_BLOCK,
     ByteRange,
@@ -50,8 +49,8 @@ _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, sma
 _BEHIND = 8 << 20  # bytes after which writing to the disk is started: a call for each small tensor would cost too much
 _GATHERED = 256 << 10  # bytes of small pieces in one write: a system call for each small tensor would cost too much
 _WORTH_A_THREAD = 64 << 10  # bytes: smaller casts are faster in this thread
-_WORTH_SHARING = 4 << 20  # bytes: a thread helps to read more than that
-_SHARE = 1 << 20  # bytes that it reads at once
+_WORTH_SHARING = 4 << 20  # bytes: a second thread helps to read as many or more
+_SHARE = 1 << 20  # bytes that each of the two threads reads at once
 _CAST_BLOCK = 16 << 20  # bytes of the source or of the result that a thread casts in one task
 _CAST_WINDOW = 2 << 20  # bytes that it reads, casts and writes at once: they fit into caches
 _MOST_THREADS = 4
@@ -352,19 +351,20 @@ class _SharedReading:
         self._threads = Threads(1, "ckptconv-load")
 
     def is_for(self, piece: Piece, length: int) -> bool:
-        """Return whether a thread helps with `length` bytes of `piece`, which is at hand."""
-        sources = (reading.located(span)[0] for span in piece.ranges()) if length >= _WORTH_SHARING else ()
-        local = [isinstance(each, Readable) and each.is_concurrent and not each.is_far for each in sources]
-        return bool(local) and all(local) and processors() > 1
+        """Return whether a thread helps with `length` bytes of `piece`, which is at hand: they are in local files."""
+        if length < _WORTH_SHARING or processors() < 2:
+            return False
+        sources = [reading.shared_source(span) for span in piece.ranges()]
+        return bool(sources) and all(source is not None and not source.is_far for source in sources)
 
     def read_into(self, piece: Piece, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes at `offset` of `piece`. Raises what :func:`reading.read_into` raises.
 
         The thread does not write to `buffer` after this call, because the memory may be freed.
         """
-        starts = iter(range(0, len(buffer), _SHARE))  # the thread and this one take the next in turn
-        writing = threading.Lock()  # held while the thread writes
-        errors: list[Exception] = []
+        starts = iter(range(0, len(buffer), _SHARE))  # each of the two threads takes the next one
+        writing = threading.Lock()  # held while the helping thread writes
+        errors: list[Exception] = []  # of the helping thread
 
         def read_next() -> bool:
             at = next(starts, None)
@@ -374,20 +374,19 @@ class _SharedReading:
 
         def help_reading() -> None:
             more = True
-            while more:
+            while more and not errors:
                 with writing:
                     try:
                         more = read_next()
-                    except Exception as error:
+                    except Exception as error:  # raised below, by the thread that called
                         errors.append(error)
-                        more = False
 
         try:
             self._threads.submit(help_reading)
             while not errors and read_next():
                 pass
         finally:
-            deque(starts, maxlen=0)
+            deque(starts, maxlen=0)  # after an error, nothing is left for the helping thread
             _wait_for(writing)
         if errors:
             raise errors[0]

@@ -76,7 +76,8 @@ def parse(
             repeats = RepeatMachine(read, size, where, offset, free)
             return repeats.load(DISPATCH), repeats.tell()
     machine = PickleMachine(read, size, where, offset, leave) if leave else RowMachine(read, size, where, offset)
-    machine.granted = machine.granted if granted is None else granted
+    if granted is not None:
+        machine.granted = granted
     return machine.load(DISPATCH), machine.tell()
 
 

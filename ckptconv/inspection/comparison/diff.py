@@ -462,7 +462,7 @@ class _Comparison:
         if facts[0] == facts[1] and a.kind == "strided":
             self.found.append((pair, None, [self.values.want(a, b)]))
             return
-        work().charge(COPIES * (len(a.device) + len(b.device)) // CHARACTERS)  # as in a summary
+        work().charge(COPIES * (len(a.device) + len(b.device)) // CHARACTERS)  # text and JSON copy them
         differing: Any = map(_pair, *facts)
         difference = TensorDifference(place_a.path, *differing)
         keys: list[Key] = []
