@@ -28,6 +28,9 @@ from ckptconv.work import bounded, work
 #: The largest number of items in one APPENDS or SETITEMS, as in pickle's own writer.
 AT_ONCE = 1000
 
+_MOST_MOVED = 500_000  # objects: some 60 MB
+_moved = 0  # objects that were moved to the oldest generation of the garbage collector since it looked at that one
+
 #: The classes that a pickle calls to make a set before protocol 4, which introduced opcodes for sets.
 SET_CLASSES = ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset")
 
@@ -313,9 +316,14 @@ def gc_paused() -> Iterator[None]:
     """Pause garbage collection, and limit the work on graphs (:mod:`ckptconv.work`), inside a ``with`` block.
 
     A graph is large and stays alive, so collections would double the time. At the end, all objects are moved to the
-    oldest generation, so that the next collection does not visit them.
+    oldest generation, so that the next collection does not visit them. Python does not count the objects that are moved
+    in this way, so without the collection at the start, garbage would stay in a program that reads many files.
     """
+    global _moved
     enabled = gc.isenabled()
+    if enabled and _moved > _MOST_MOVED:
+        gc.collect()
+        _moved = 0
     gc.disable()
     try:
         with bounded():
@@ -323,6 +331,7 @@ def gc_paused() -> Iterator[None]:
     finally:
         if enabled:
             if not gc.get_freeze_count():  # otherwise the caller has frozen objects, which must stay frozen
+                _moved += gc.get_count()[0]  # the objects made since the last time
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import runpy
@@ -15,6 +16,7 @@ import pytest
 
 import ckptconv
 from ckptconv import errors
+from ckptconv.pickles import graph
 from tests.support.paths import SUPPORT
 
 SNIPPETS = sorted((SUPPORT / "snippets").glob("*.py"))
@@ -74,3 +76,14 @@ def test_snippets_run(snippet: Path, fixtures: Path, here: Path) -> None:
     for name, fixture in (("ddp", "dataparallel"), ("two_gpus", "two_gpus"), ("training", "training")):
         shutil.copy(fixtures / f"{fixture}.pt", here / f"{name}.pt")
     runpy.run_path(str(snippet))
+
+
+def test_a_program_that_reads_many_files_does_not_grow(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is collected, although each call moves all objects to the oldest generation."""
+    monkeypatch.setattr(graph, "_MOST_MOVED", 10_000)
+    ckptconv.inspect(fixtures / "tied.pt")
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(400):
+        ckptconv.inspect(fixtures / "tied.pt")
+    assert len(gc.get_objects()) - before < 10_000

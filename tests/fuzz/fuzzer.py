@@ -6,7 +6,6 @@ than the process had and 64 MB and 300 bytes for each byte of input, which is th
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import mmap
@@ -124,8 +123,10 @@ def _named(error: Exception) -> str:
 
 
 def start() -> None:
-    """Prepare this process: bounds that every target needs, and nothing of what is there by now is collected again."""
+    """Set the bounds of this process that every target needs.
+
+    Nothing is frozen for the garbage collector: the conversions count what is frozen, which would take most of the time.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_TOO_MUCH, _TOO_MUCH))
     sys.setrecursionlimit(10_000)  # the reference machine nests as deep as a pickle
-    gc.freeze()
