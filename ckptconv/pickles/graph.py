@@ -28,7 +28,7 @@ from ckptconv.work import bounded, work
 #: The largest number of items in one APPENDS or SETITEMS, as in pickle's own writer.
 AT_ONCE = 1000
 
-_MOST_MOVED = 500_000  # objects: some 60 MB
+_MOST_MOVED = 1_000_000  # objects: some 120 MB
 _moved = 0  # objects that were moved to the oldest generation of the garbage collector since it looked at that one
 
 #: The classes that a pickle calls to make a set before protocol 4, which introduced opcodes for sets.

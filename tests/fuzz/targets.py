@@ -249,11 +249,10 @@ def _convert_twice(given: Given, folder: Path, summary: Summary, *, sound: bool)
         _check_refusal(error, sound=sound)
         return
     assert _tensors(_inspected(first)) == _tensors(summary), "the tensors are others"
-    # Not always at once: Python has one object for a text of one character, of which a key of ours can be one. A key
-    # that is a file of torch is written as bytes, then as a call in protocol 2, whose objects are then shared.
-    most = 3 if any(_FILE_AS_KEY.search(tensor.path) for tensor in summary.tensors) else 2
+    # Not always at once: Python has one object for a text of one character, of which a key of ours can be one. Bytes
+    # that are a file of torch are written as bytes, then as a call in protocol 2, whose objects are then shared.
     before = first
-    for n in range(2, 2 + most):
+    for n in range(2, 5):
         after = _converted(before, folder / f"{n}.pt", edits, "pt")
         assert after
         if _bytes(before) == _bytes(after):
