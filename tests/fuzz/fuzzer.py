@@ -125,7 +125,7 @@ def _named(error: Exception) -> str:
 def start() -> None:
     """Set the bounds of this process that every target needs.
 
-    Nothing is frozen for the garbage collector: the conversions count what is frozen, which would take most of the time.
+    Nothing is frozen for the garbage collector: conversions count what is frozen, which would take most of the time.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_TOO_MUCH, _TOO_MUCH))

@@ -505,23 +505,26 @@ def _merged(spans: dict[Key, tuple[ByteRange, ByteRange]]) -> tuple[list[tuple[B
 
     Return also the index of the merged pair for each key.
     """
+    numbers: dict[int, int] = {}  # of the sources, in the order of their first tensors
 
-    def place(key: Key) -> tuple[int, int]:
+    def place(key: Key) -> tuple[int, ...]:
         a, b = spans[key]
-        return b.offset - a.offset, a.offset
+        files = (numbers.setdefault(id(span.source), len(numbers)) for span in (a, b))
+        return *files, b.offset - a.offset, a.offset, key
 
     merged: list[tuple[ByteRange, ByteRange]] = []
     homes: dict[Key, int] = {}
-    apart = end = -1
-    for key in sorted(spans, key=place):
+    last: list[int] = []  # the numbers of both sources, and the distance of the offsets
+    end = 0
+    for *apart, start, key in sorted(map(place, spans)):
         a, b = spans[key]
-        if merged and b.offset - a.offset == apart and a.offset < end:
-            end = max(end, a.offset + a.length)
+        if apart == last and start < end:
+            end = max(end, start + a.length)
             left, right = merged[-1]
             length = end - left.offset
             merged[-1] = ByteRange(left.source, left.offset, length), ByteRange(right.source, right.offset, length)
         else:
-            apart, end = b.offset - a.offset, a.offset + a.length
+            last, end = apart, start + a.length
             merged.append((a, b))
         homes[key] = len(merged) - 1
     return merged, homes

@@ -14,6 +14,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from tests.support.command import Command, in_one_line
 from tests.support.hostile_bytes import data_of, flipped
 from tests.support.limited import ckptconv_with_small_files
 from tests.support.paths import GOLDEN
+from tests.support.rank_runs import save_as_ranks
 from tests.support.reduced import Reduced
 from tests.support.sampled import sampled
 from tests.support.writers import scripted
@@ -295,6 +297,44 @@ def test_keys_that_are_no_texts(tmp_path: Path) -> None:
     assert len(ckptconv.diff(a, b).others) == 1
     a, b = saved(a, [torch.ones(1), {deep: 1, (deep,): 2}]), saved(b, [torch.ones(1), {(deep,): 2, deep: 1}])
     assert len(ckptconv.diff(a, b).others) >= 2
+
+
+def converted(obj: Any, path: Path, **options: Any) -> Path:
+    ckptconv.convert(saved(path.with_suffix(".pt"), obj), path, **options)
+    return path
+
+
+def pickled(obj: Any, path: Path) -> Path:
+    path.write_bytes(pickle.dumps(obj, 2))
+    return path
+
+
+def in_ranks(obj: Any, path: Path) -> Path:
+    save_as_ranks(obj, path)
+    return path
+
+
+#: Checkpoints whose bytes are in several files, or in several byte strings of one.
+IN_PARTS: dict[str, Callable[[Any, Path], Path]] = {
+    "shards of safetensors": partial(converted, max_shard_size="4KB", format="safetensors"),
+    "shards of torch.save": partial(converted, max_shard_size="4KB", format="pt"),
+    "a DCP folder": partial(converted, format="dcp", ranks=3),
+    "files of ranks": in_ranks,
+    "a pickle of protocol 2": pickled,
+}
+
+
+@pytest.mark.parametrize("how", IN_PARTS)
+def test_tensors_at_the_same_place_of_different_files(how: str, tmp_path: Path) -> None:
+    """Of tensors with the same numbers one is changed, each in turn: it is found, and no other one."""
+    weights = {name: torch.arange(1000.0) for name in "abc"}
+    before = IN_PARTS[how](weights, tmp_path / "before")
+    assert ckptconv.diff(before, before).same
+    for name, tensor in weights.items():
+        after = IN_PARTS[how]({**weights, name: tensor + 1}, tmp_path / f"after-{name}")
+        for a, b in ((before, after), (after, before)):
+            assert findings(ckptconv.diff(a, b)) == [(name, "values")]
+        assert ckptconv.diff(after, converted({**weights, name: tensor + 1}, tmp_path / f"{name}.safetensors")).same
 
 
 def test_devices_count_between_files_of_torch(tmp_path: Path) -> None:
