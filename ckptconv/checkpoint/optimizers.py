@@ -215,8 +215,8 @@ def _read(place: Place, index: Index) -> Optimizer:
 
 
 def is_key(value: Value) -> TypeGuard[Key]:
-    """Return whether `value` can be the label of a parameter: an integer or string."""
-    return type(value) in (int, str)
+    """Return whether `value` can be the label of a parameter: a string, or an integer that is not too long to print."""
+    return type(value) is str or (type(value) is int and abs(value) < LIMITS.elements)
 
 
 def _group(value: Value) -> ParameterGroup | None:

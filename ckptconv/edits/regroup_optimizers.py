@@ -12,6 +12,7 @@ from typing import NoReturn
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.reading import announce, same_streams
 from ckptconv.byteranges.spans import Piece
+from ckptconv.checkpoint.describe import describe
 from ckptconv.checkpoint.merging import have_equal_checksums
 from ckptconv.checkpoint.optimizers import LIKE_THE_PARAMETER, Key, Optimizer, Weights, names_in
 from ckptconv.checkpoint.tensor_info import piece_of
@@ -139,9 +140,10 @@ class _Parameters:
             name = next(self.names[key] for key in keys if key not in self.entries)
             self.fail(group, f"{having[0]} has a state, and {name} has none: it is frozen or was never updated")
         entries = [self.entries[key] for key in keys]
-        fields = [strings_of(each) for each in entries if isinstance(each, Dict) and len([*each.entries()])]
+        dicts = [each for each in entries if isinstance(each, Dict) and len([*each.entries()])]
+        fields = [own for each in dicts if len(own := strings_of(each)) == len([*each.entries()])]
         if len(fields) < len(keys) or any(each.keys() != fields[0].keys() for each in fields):
-            self.fail(group, f"the states of {some(group.old)} have different keys, or are not dicts")
+            self.fail(group, f"the states of {some(group.old)} have different or unknown keys, or are not dicts")
         made: dict[str, Sequence[Value]] = {}
         unknown = []
         for field in fields[0]:
@@ -166,7 +168,7 @@ class _Parameters:
         count = len(group.new)
         if not any(isinstance(value, Node) for value in values):
             if not all(are_same(value, values[0]) for value in values):
-                self.fail(group, f"{field} of {some(group.old)} must be equal", got=some([str(v) for v in values]))
+                self.fail(group, f"{field} of {some(group.old)} must be equal", got=some([*map(describe, values)]))
             return [values[0]] * count
         infos = [info for value in values if (info := self.tensors.tensor(value))]
         if len(infos) < len(values):

@@ -611,3 +611,13 @@ def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "LIMITS", limits)
         with pytest.raises(ckptconv.CkptconvError, match=what):
             ckptconv.convert(src, dst, optimizer="names", optimizer_order="model")
+
+
+def test_numbers_of_parameters_that_nobody_prints(tmp_path: Path) -> None:
+    src = tmp_path / "a.pt"
+    optimizer = {"state": {}, "param_groups": [{"params": [1 << 20_000]}]}
+    torch.save({"model": {"w": torch.ones(1)}, "optimizer": optimizer}, src)
+    trouble = "a group does not list its parameters by numbers or names"
+    assert [each.trouble for each in ckptconv.inspect(src).optimizers] == [trouble]
+    with pytest.raises(RefusedError, match=trouble):
+        ckptconv.convert(src, tmp_path / "b.pt", optimizer="names")

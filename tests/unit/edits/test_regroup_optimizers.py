@@ -231,8 +231,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "blocks of 8 bits": (named(BLOCKS, BLOCKS), r"qmap1 \[256\], absmax1 \[1\]"),
     "a name that may mean another thing": (named(adam(gram=torch.ones(2, 3)), adam(gram=torch.ones(2, 3))), "gram"),
     "lists": (named(adam(history=[]), adam(history=[])), "unknown name: history"),
-    "other keys": (named(adam(), adam(max_exp_avg_sq=torch.ones(2, 3))), "have different keys"),
-    "an entry that is no dict": (named(adam(), torch.ones(2, 3)), "have different keys, or are not dicts"),
+    "keys that are no strings": (named(adam(), {**adam(), 7: 1}), "have different or unknown keys"),
+    "numbers that nobody prints": (named({"step": 1 << 20_000}, {"step": 1}), r"got int of 20,001 bits, 1\)"),
+    "other keys": (named(adam(), adam(max_exp_avg_sq=torch.ones(2, 3))), "have different or unknown keys"),
+    "an entry that is no dict": (named(adam(), torch.ones(2, 3)), "unknown keys, or are not dicts"),
     "other dtypes": (named(adam(), adam(exp_avg=torch.ones(2, 3).half())), "exp_avg of a, b differs in dtype"),
     "shapes of another model": (named(adam(exp_avg=torch.ones(3, 3)), adam()), r"unknown name: exp_avg \[3, 3\]"),
     "names of another model": (
