@@ -21,6 +21,7 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, List, Node, Object, Value, members_of, strings_of
 from ckptconv.pickles.paths import Place
+from ckptconv.work import work
 
 #: A number or a name.
 Key: TypeAlias = "int | str"
@@ -262,14 +263,16 @@ def candidates(optimizer: Optimizer, every: Sequence[Weights]) -> list[Weights]:
     If it has names, these are the state dicts that contain most of them, and those that contain any of the
     remaining names. Otherwise these are the state dicts with a tensor of the right shape for each number.
     """
+    # for these steps, and for what is done with each of them then
+    work().charge(sum(len(optimizer.params) + len(each.shapes) for each in every))
     if optimizer.names is None:
         return [each for each in every if optimizer.params and _fits(optimizer, each)]
     names = set(optimizer.names.values())
     counts = [len(names & each.shapes.keys()) for each in every]
     most = max(counts, default=0)
-    found = [each for each, n in zip(every, counts, strict=True) if n == most > 0]
-    rest = names.difference(*(each.shapes for each in found))
-    return [each for each in every if each in found or not rest.isdisjoint(each.shapes)]
+    is_found = [n == most > 0 for n in counts]
+    rest = names.difference(*(each.shapes for each, found in zip(every, is_found, strict=True) if found))
+    return [each for each, found in zip(every, is_found, strict=True) if found or not rest.isdisjoint(each.shapes)]
 
 
 def _fits(optimizer: Optimizer, weights: Weights) -> bool:
@@ -347,20 +350,26 @@ def _in_order(optimizer: Optimizer, weights: Weights) -> dict[Key, str] | str:
     steps: dict[tuple[int, ...], list[_Reading]] = {
         start: [None]
     }  # at most two readings, by the position in each group
-    work = 0
+    done = 0
     for i, name in enumerate(names):
-        work += len(steps) * len(groups)
         later: dict[tuple[int, ...], list[_Reading]] = {}
         for at, readings in steps.items():
             if i - sum(at) < spare:
                 later.setdefault(at, []).extend(readings)
-            for g, params in enumerate(groups):
-                if at[g] < len(params) and _may_be(params[at[g]], name, optimizer, weights):
-                    further = (*at[:g], at[g] + 1, *at[g + 1 :])
-                    later.setdefault(further, []).extend((each, params[at[g]], name) for each in readings)
+            fitting = {
+                g: params[n]
+                for g, (n, params) in enumerate(zip(at, groups, strict=True))
+                if n < len(params) and _may_be(params[n], name, optimizer, weights)
+            }
+            cost = len(groups) * (1 + len(fitting) // 8)  # positions are as long as there are groups, but made fast
+            work().charge(cost)
+            done += cost
+            if done > LIMITS.optimizer_steps:
+                return "too many parameters have no state with their shape"
+            for g, key in fitting.items():
+                further = (*at[:g], at[g] + 1, *at[g + 1 :])
+                later.setdefault(further, []).extend((each, key, name) for each in readings)
         steps = {at: readings[:2] for at, readings in later.items()}
-        if work > LIMITS.optimizer_steps:
-            return "too many parameters have no state with their shape"
     found = [_unrolled(each) for each in steps.get(tuple(map(len, groups)), [])]
     if len(found) == 1:
         return found[0]

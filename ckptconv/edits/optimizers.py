@@ -315,7 +315,9 @@ def _torn(names: Iterable[str]) -> Iterator[str]:
 
 def options_of(group: ParameterGroup) -> list[Value]:
     """Return the options of `group` (``lr`` and others), keys and values in turn, without its parameters."""
-    return [each for item in group.node.entries() if item[0] not in ("params", "param_names") for each in item]
+    options = [each for item in group.node.entries() if item[0] not in ("params", "param_names") for each in item]
+    work().charge(len(options))  # they are asked for again for each change of a parameter
+    return options
 
 
 def are_same(a: Value | list[Value], b: Value | list[Value]) -> bool:

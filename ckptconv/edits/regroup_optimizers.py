@@ -25,6 +25,7 @@ from ckptconv.edits.rename import replace_names
 from ckptconv.errors import RefusedError, at_path, some
 from ckptconv.hints import option
 from ckptconv.pickles.graph import Call, Dict, Node, Value, replace_items, set_items, strings_of
+from ckptconv.work import work
 
 
 def follow(followers: Followers, changes: Changes, tensors: Tensors, steps: Mapping[int, Sequence[Step]]) -> None:
@@ -54,7 +55,8 @@ def follow(followers: Followers, changes: Changes, tensors: Tensors, steps: Mapp
         if named.path not in followed:
             for step in (step for done in steps.values() for step in done):
                 if not isinstance(step, Group):
-                    replace_names(named, dict(step))
+                    work().charge(1 + len(named.places) // 4)  # there can be any number of state dicts
+                    replace_names(named, step)
     if own is not tensors:
         own.conclude()
 
@@ -95,6 +97,7 @@ class _Parameters:
             if isinstance(step, Group):
                 self.regroup(step)
             else:
+                work().charge(len(self.names) // 4)
                 self.names = {key: step.get(name, name) for key, name in self.names.items()}
                 self.key_of = {name: key for key, name in self.names.items()}
         self.compare()

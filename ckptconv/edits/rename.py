@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -281,7 +281,7 @@ def _each_name(named: Sequence[StateDict | NamedOptimizer], new: Callable[[str],
         replace_names(found, known)
 
 
-def replace_names(found: StateDict | NamedOptimizer, new: dict[str, str]) -> None:
+def replace_names(found: StateDict | NamedOptimizer, new: Mapping[str, str]) -> None:
     """Replace the names of `found` that are keys of `new` by their values. Other names stay."""
     for effect, i in found.node.pairs() if isinstance(found, StateDict) else found.places:
         name = effect.values[i]

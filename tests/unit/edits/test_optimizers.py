@@ -613,6 +613,20 @@ def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ckptconv.convert(src, dst, optimizer="names", optimizer_order="model")
 
 
+def test_many_groups_without_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The positions in the groups are counted before they are made: there is one more for each group."""
+    src = tmp_path / "a.pt"
+    looked: list[object] = []
+    groups = [{"params": [i]} for i in range(100)]
+    torch.save({"model": {f"w{i}": torch.ones(1) for i in range(100)}, "o": {"state": {}, "param_groups": groups}}, src)
+    for module in (reading, editing):
+        monkeypatch.setattr(module, "LIMITS", dataclasses.replace(LIMITS, optimizer_steps=30_000))
+    monkeypatch.setattr(reading, "_may_be", lambda *args: not looked.append(args))
+    with pytest.raises(RefusedError, match="too many parameters have no state"):
+        ckptconv.convert(src, tmp_path / "b.pt", optimizer="names", optimizer_order="model")
+    assert len(looked) < 30_000
+
+
 def test_numbers_of_parameters_that_nobody_prints(tmp_path: Path) -> None:
     src = tmp_path / "a.pt"
     optimizer = {"state": {}, "param_groups": [{"params": [1 << 20_000]}]}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import ckptconv
-from ckptconv.errors import NoMatchError, RefusedError
+from ckptconv.errors import LimitError, NoMatchError, RefusedError
 from tests.support.judge import assert_same
 
 RULES = ("q.*:1, k.*:1, v.*:1 = qkv.*", "experts.{e}.weight = experts.w")
@@ -279,6 +279,39 @@ def test_options_that_are_nested_or_share_parts_take_no_time(tmp_path: Path) -> 
     )
     report = ckptconv.convert(src, tmp_path / "b.pt", regroup="a, b = ab")
     assert report.changes.optimizers["opt"].regrouped == 1
+
+
+def one_group(*names: str, **options: Any) -> dict[str, Any]:
+    return {"state": {}, "param_groups": [{"params": [*names], **options}]}
+
+
+#: Checkpoints of some hundred kB, and a rule.
+LARGE: dict[str, Callable[[], tuple[dict[str, Any], str]]] = {
+    "options of a group": lambda: (
+        {
+            "model": (model := dict.fromkeys((f"{i}.{part}" for i in range(1500) for part in "ab"), torch.ones(1, 1))),
+            "optimizer": one_group(*model, **dict.fromkeys(map(str, range(2000)))),
+        },
+        "{i}.a, {i}.b = {i}.ab",
+    ),
+    "names in an optimizer of no model": lambda: (
+        {"models": [{"a": torch.ones(0)} for _ in range(3000)], "optimizer": one_group(*map(str, range(8000)))},
+        "a = b",
+    ),
+    "names in an optimizer of many models": lambda: (
+        {"models": [{f"{i}": torch.ones(0)} for i in range(1500)], "optimizer": one_group(*map(str, range(6000)))},
+        "{i} = a.{i}",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_what_each_change_reads_again_is_counted(tmp_path: Path, case: str) -> None:
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    checkpoint, rule = LARGE[case]()
+    torch.save(checkpoint, src)
+    with pytest.raises(LimitError, match="take too much work"):
+        ckptconv.convert(src, dst, regroup=rule, optimizer="numbers" if "many" in case else None)
 
 
 def numbered(names: str, *shapes: tuple[int, ...]) -> dict[str, Any]:
