@@ -12,7 +12,7 @@ import stat
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -48,6 +48,7 @@ from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.names import is_wrapped
 from ckptconv.errors import (
+    CollisionError,
     InputError,
     MissingInputError,
     NoMatchError,
@@ -123,6 +124,8 @@ def change_in_place(request: Request) -> Report:
             notes += about
             files.append(_File(target, opened.enter_context(open_locked(target))))
             _check_file(files[-1], force=output.force)
+        if index and _files_of(src, Source) != (index, paths):  # without a lock, because this process has it
+            raise RefusedError("the index was written again", where=index, hint="try again")
         faults = CheckingSink()
         changes, format_ = _plan(files, index, request, faults)
         changed = [file for file in files if file.changes]
@@ -147,8 +150,11 @@ def change_in_place(request: Request) -> Report:
     )
 
 
-def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
-    """Return the index of the set at `path` (None without one), and all files that may change, the index last."""
+def _files_of(path: Path, open_file: Callable[[Path], Readable] = opening.open_file) -> tuple[Path | None, list[Path]]:
+    """Return the index of the set at `path` (None without one), and all files that may change, the index last.
+
+    `open_file` opens the index.
+    """
     if not path.is_dir() and not is_index_file(path):
         return None, [path]
     found = find_set(path)
@@ -160,7 +166,7 @@ def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
     if found.index is None:
         return None, [folder / name for name in found.shards]
     index = folder / found.index
-    with opening.open_file(index) as source:
+    with open_file(index) as source:
         return index, [*(folder / name for name in read_index(source).shards()), index]
 
 
@@ -174,9 +180,10 @@ def _plan(files: list[_File], index: Path | None, request: Request, faults: Chec
     missing: list[NoMatchError] = []
     format_ = ""
     wrapped: set[bool] = set()
+    names: dict[str, set[str]] = {}
     for file in shards:
         try:
-            format_ = _plan_file(file, request, total, wrapped, faults)
+            format_ = _plan_file(file, request, total, wrapped, names, faults)
         except NoMatchError as error:  # it may match in another shard
             missing.append(error)
     if missing and (len(missing) == len(shards) or len(edits.strip_prefix + edits.rename) > 1):
@@ -187,6 +194,11 @@ def _plan(files: list[_File], index: Path | None, request: Request, faults: Chec
             where=index or files[0].path.parent,
             hint=option("strip_prefix", "module.") + " removes it anyway",
         )
+    shard_of: dict[str, str] = {}
+    for shard, name in ((shard, name) for shard, own in names.items() for name in own):
+        if shard_of.setdefault(name, shard) != shard:
+            what = f"two shards would have the name {name!r}"
+            raise CollisionError(what, where=index or files[0].path.parent, got=f"{shard_of[name]} and {shard}")
     planned = len(shards) - len(missing)
     total.notes = [note for note, n in Counter(total.notes).items() if n == planned]  # keep notes that all shards have
     if index:
@@ -194,11 +206,19 @@ def _plan(files: list[_File], index: Path | None, request: Request, faults: Chec
     return total, f"sharded {format_}" if index or len(shards) > 1 else format_
 
 
-def _plan_file(file: _File, request: Request, total: Changes, wrapped: set[bool], faults: CheckingSink) -> str:
+def _plan_file(
+    file: _File,
+    request: Request,
+    total: Changes,
+    wrapped: set[bool],
+    names: dict[str, set[str]],
+    faults: CheckingSink,
+) -> str:
     """Plan the changes of `file`, which is a checkpoint or a shard. Return its format.
 
     The changes are added to `total`. For each state dict, True is added to `wrapped` if all its names have the prefix
-    of a wrapper, else False.
+    of a wrapper, else False. The new names in all state dicts are added to `names`, by the name of the file; they are
+    the old ones if no name matches an edit.
     """
     of_folder, output = file.path.name == dcp.METADATA, request.output
     # The sources are not locked, because this process already has the lock.
@@ -208,9 +228,12 @@ def _plan_file(file: _File, request: Request, total: Changes, wrapped: set[bool]
             raise RefusedError("another file has replaced it", where=file.path, hint="try again")
         format_ = checkpoint.format
         file.rest = None if of_folder else rest_sum(checkpoint)
-        wrapped.update(is_wrapped(names) for found in checkpoint.detected.state_dicts if (names := found.names()))
+        before = [found.names() for found in checkpoint.detected.state_dicts]
+        wrapped.update(is_wrapped(own) for own in before if own)
         known = {*checkpoint.storages}
+        names[file.path.name] = {name for own in before for name in own}
         changes = apply(checkpoint, request.edits)
+        names[file.path.name] = {name for found in checkpoint.detected.state_dicts for name in found.names()}
         if request.edits.regroup and (of_folder or not known.issuperset(checkpoint.storages)):
             raise _moves(
                 request,
@@ -240,7 +263,11 @@ def _plan_file(file: _File, request: Request, total: Changes, wrapped: set[bool]
 def _plan_index(file: _File, names: dict[str, str]) -> None:
     """Plan the change of the index `file`. `names` maps old names to new ones. The order of names is kept."""
     with Source(file.path) as source:
+        if not source.is_same_file(os.fstat(file.fd)):
+            raise RefusedError("another file has replaced it", where=file.path, hint="try again")
+        read_index(source)  # which checks it again
         old = source.read(0, source.size)
+        source.check_unchanged()
     content = json.loads(old)
     content["weight_map"] = {names.get(name, name): shard for name, shard in content["weight_map"].items()}
     if isinstance(content.get("metadata"), dict):  # the metadata contains ties

@@ -979,6 +979,33 @@ def test_a_fault_in_a_set_takes_all_back(sharded: Path, fault: int, monkeypatch:
     refused_in_place(ckptconv.OutputError, "nothing was changed", sharded, strip_prefix="module.")
 
 
+@pytest.mark.parametrize("has_index", [True, False])
+def test_names_that_would_become_equal_in_two_shards(tmp_path: Path, *, has_index: bool) -> None:
+    """A name that does not change is one of them: no edit sees both, because each shard is edited by itself."""
+    source, shards = tmp_path / "source.pt", tmp_path / "set"
+    torch.save({"module.a": torch.arange(300.0), "a": torch.arange(300.0)}, source)
+    ckptconv.convert(source, shards, max_shard_size=1300, format="safetensors")
+    if not has_index:
+        next(shards.glob("*.json")).unlink()
+    refused_in_place(ckptconv.CollisionError, "two shards would have the name 'a'", shards, strip_prefix="module.")
+
+
+@pytest.mark.parametrize("then", ["other shards", "no index", "another file"])
+def test_an_index_that_is_written_again_meanwhile(sharded: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    (index,) = sharded.glob("*.json")
+
+    def change(*_: object, **__: object) -> None:
+        if then == "another file":
+            shutil.copy(index, index.with_name("new"))
+            index.with_name("new").replace(index)
+        else:
+            index.write_text('{"weight_map": {"w": "other.safetensors"}}' if then == "other shards" else "[]")
+
+    monkeypatch.setattr(in_place, "_plan_file" if then == "another file" else "_check_file", change)
+    with pytest.raises(ckptconv.CkptconvError, match=r"written again|another file|of another format|not a JSON object"):
+        ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
+
+
 def test_links_in_a_set(sharded: Path, tmp_path: Path) -> None:
     """Files that stand elsewhere have their journals there, where undo of the set would not find them."""
     (shard,) = sharded.glob("[!.]*-00002-of-*")
