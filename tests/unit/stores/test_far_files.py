@@ -182,6 +182,20 @@ def test_an_index_names_only_what_stands_beside_it(server: FileServer, folder: P
 
 
 @needs_urllib3
+def test_the_first_shard_that_cannot_be_read_ends_it(server: FileServer, folder: Path) -> None:
+    """Any number of others could each take until the deadline."""
+    index = index_in(folder)
+    shards = {f"w{i}": f"model-{i:05}-of-00200.safetensors" for i in range(1, 201)}
+    server.files = {index: json.dumps({"weight_map": shards}).encode()} | {
+        f"set/{name}": b"" for name in shards.values()
+    }
+    server.lie = lambda it: it.answer() if it.data else it.send(503, {"Content-Length": "0"}, b"")
+    with pytest.raises(TransferError, match=r"model-00001-of-00200.*answers 503"):
+        ckptconv.inspect(server.url(index))
+    assert len({each.path for each in server.seen}) < 50
+
+
+@needs_urllib3
 def test_faults_that_pass(server: FileServer, tmp_path: Path) -> None:
     """A 503, a cut and a reset, each once: the file comes all the same."""
 
