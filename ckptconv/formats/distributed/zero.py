@@ -487,6 +487,7 @@ class _Reader:
         verified: dict[int, ByteRange] = {}
         numel = 0
         for flat, cut in zip(flats, cuts, strict=False):
+            work().charge(2 * _STEPS)  # any number of values in the state of a parameter are cut like it
             span = flat.span(cut.start, cut.numel)
             placements.append(ChunkPlacement(span, (numel,), (cut.numel,), (1,)))
             if span is not flat.data and flat.data.crc32 is not None:

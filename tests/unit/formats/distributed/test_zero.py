@@ -489,3 +489,17 @@ def test_too_many_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("ckptconv.formats.distributed.zero_flat.LIMITS", dataclasses.replace(LIMITS, zero_cuts=9))
     with pytest.raises(LimitError, match="too many pieces"):
         ckptconv.inspect(folder)
+
+
+def test_pieces_of_many_values(tmp_path: Path) -> None:
+    """Each value in the state of a parameter is as many pieces as the parameter. They are counted."""
+    ranks, flat = 20, torch.zeros(300, dtype=torch.uint8)
+    shapes = {f"w{i}": torch.Size([ranks]) for i in range(len(flat))}
+    states = {"state": {0: {f"moment {i}": flat for i in range(120)}}, "param_groups": [{"params": [0]}]}
+    optim = {"zero_stage": 3, "partition_count": ranks, "fp32_flat_groups": [flat], "optimizer_state_dict": states}
+    for rank in range(ranks):
+        name = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00"
+        torch.save({"module": {}, "param_shapes": [shapes]}, f"{name}_model_states.pt")
+        torch.save({"optimizer_state_dict": optim}, f"{name}_optim_states.pt")
+    with pytest.raises(LimitError, match="take too much work"):
+        ckptconv.inspect(tmp_path)
