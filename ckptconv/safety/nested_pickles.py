@@ -12,7 +12,8 @@ These are not searched, because other code is needed to load them:
 - texts that are not encoded, or are encoded by another function (``codecs.encode``, ``functools.partial``, a method);
 - the elements of tensors, and lists of numbers (``bytes([...])``);
 - pickles that start neither at the first byte nor after another pickle;
-- members of archives that are not called ``.pkl`` or ``.pickle`` and are not files of torch or NumPy;
+- members of archives that are not called ``.pkl`` or ``.pickle``, are not files of torch or NumPy, and are not among
+  the weights, constants and inputs of a program of torch.export, which unpickles what is not a file of torch;
 - archives in which no member has the name of a checkpoint.
 """
 
@@ -55,6 +56,8 @@ _CODECS = frozenset([
 ])  # a table  # fmt: skip
 _ERRORS = frozenset(["backslashreplace", "ignore", "replace", "strict", "surrogateescape", "surrogatepass"])
 _ENCODERS = ("_codecs.encode", "builtins.bytearray", "builtins.bytes")
+#: The weights, constants and inputs of a program of torch.export. Those of torch before 2.8 are in no folder.
+_OF_PROGRAM = regex(r"data/(weights|constants|sample_inputs)/|serialized_[^/]*\.pt$")
 _NAMES = regex(b"[" + re.escape(NAMING) + b"]")
 
 
@@ -354,8 +357,12 @@ def _members(held: Readable) -> tuple[Member, ...]:
 
 
 def _is_pickle(name: str) -> bool:
-    """Return whether `name` ends in ``.pkl`` or ``.pickle``, in upper or lower case, or is an object of a program."""
-    return name.casefold().endswith((".pkl", ".pickle")) or "data/constants/opaque_obj_" in name
+    """Return whether `name` ends in ``.pkl`` or ``.pickle``, or is a record that torch.export.load can unpickle.
+
+    Upper and lower case are the same.
+    """
+    name = name.casefold()
+    return name.endswith((".pkl", ".pickle")) or _OF_PROGRAM.search(name) is not None
 
 
 class _OtherArchive(Exception):

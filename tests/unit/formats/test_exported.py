@@ -229,15 +229,26 @@ def test_a_dangerous_sample_input(tmp_path: Path) -> None:
     ckptconv.convert(tmp_path / "bad.pt2", tmp_path / "w.pt", map_location="cuda")  # the weights do not contain it
 
 
-@pytest.mark.parametrize("name", ["extra/x.pkl", "data/constants/opaque_obj_0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "extra/x.pkl",
+        "data/constants/opaque_obj_0",
+        "Data/Constants/Tensor_9",
+        "data/sample_inputs/x.pt",
+        "data/weights/x",
+    ],
+)
 def test_a_dangerous_record(name: str, tmp_path: Path) -> None:
-    """A pickle of another record is found, and not copied with the program."""
+    """A pickle of another record is found, and not copied with the program. torch.export.load unpickles the inputs and
+    constants if they are not files of torch.
+    """
     linear(tmp_path / "m.pt2")
     changed(tmp_path / "m.pt2", tmp_path / "bad.pt2", lambda each, data: (each, data))
     with zipfile.ZipFile(tmp_path / "bad.pt2", "a") as archive:
         archive.writestr(f"m/{name}", pickle.dumps(Reduced(exec, ("1",))))
     assert ckptconv.inspect(tmp_path / "bad.pt2").safety == "dangerous"
-    with pytest.raises(ckptconv.DangerousError, match=name):
+    with pytest.raises((ckptconv.DangerousError, ckptconv.RefusedError), match=name):
         ckptconv.convert(tmp_path / "bad.pt2", tmp_path / "out.pt2", map_location="cuda")
 
 
@@ -306,3 +317,6 @@ def test_archives_without_a_folder(tmp_path: Path) -> None:
     assert "sample inputs: float32 [1, 3] on cpu" in str(ckptconv.inspect(tmp_path / "old.pt2"))
     with pytest.raises(ckptconv.RefusedError, match=r"torch before 2\.8"):
         ckptconv.convert(tmp_path / "old.pt2", tmp_path / "new.pt2", map_location="cuda")
+    evil = pickle.dumps(Reduced(exec, ("1",)))
+    changed(tmp_path / "old.pt2", tmp_path / "bad.pt2", lambda name, old: (name, evil if "constants" in name else old))
+    assert ckptconv.inspect(tmp_path / "bad.pt2").safety == "dangerous"
