@@ -95,6 +95,9 @@ def read(source: Readable, unread: UnsupportedError) -> Checkpoint:
     models = [match[1] for name in names if (match := _MODEL.fullmatch(name))]
     configs = {model: f"{_WEIGHTS}{model}_weights_config.json" for model in models}
     saved = names.get(_STATE_DICT if _FLAT in names else f"{_WEIGHTS}{models[0]}.pt" if len(models) == 1 else "")
+    twice = [name for model in models if {name := f"{_WEIGHTS}{model}.pt", configs[model]} <= names.keys()]
+    if twice:  # torch reads the file of torch.save, as torch 2.8 does
+        raise MalformedError("the weights of a program are there twice", where=source.path, got=some(twice))
     source.faults.unread(archive.unread())
     if models and names.keys() >= {*configs.values()}:
         checkpoint = _weights(source, archive, configs, unread)

@@ -271,6 +271,18 @@ def test_another_reader(tmp_path: Path) -> None:
             ckptconv.inspect(tmp_path / "two.pt2")
 
 
+def test_weights_in_the_layouts_of_two_versions(tmp_path: Path) -> None:
+    """torch.export.load would take those of a file of torch.save, whatever the configuration says."""
+    linear(tmp_path / "m.pt2")
+    changed(tmp_path / "m.pt2", tmp_path / "two.pt2", lambda name, data: (name, data))
+    with zipfile.ZipFile(tmp_path / "two.pt2", "a") as archive:
+        torch.save({name: nn.Parameter(torch.ones(2)) for name in ("weight", "bias")}, tmp_path / "w.pt")
+        archive.write(tmp_path / "w.pt", "m/data/weights/model.pt")
+    assert torch.export.load(tmp_path / "two.pt2").state_dict["bias"].sum() == 2
+    with pytest.raises(ckptconv.MalformedError, match=r"there twice \(got data/weights/model\.pt\)"):
+        ckptconv.inspect(tmp_path / "two.pt2")
+
+
 def test_a_weight_that_is_a_pickle(tmp_path: Path) -> None:
     """It is not read, and nothing is wrong with the file."""
     linear(tmp_path / "m.pt2")
