@@ -167,12 +167,13 @@ def _items_of(node: Dict | Call, name: str, where: Path, numbered: list[str]) ->
     """Return the items of the mapping `node` by their keys as strings.
 
     The names of keys that are not strings are added to `numbered`. `name` is the path of the mapping. Raises
-    RefusedError if a key is neither a string nor a number, or if two keys become the same string.
+    RefusedError if a key is neither a string nor a short number, or if two keys become the same string.
     """
     items: dict[str | float | None, Value] = {}  # bool and int are numbers too
     for key, value in node.entries():
-        if isinstance(key, (Node, bytes)):
-            what = f"a key in {name or 'the checkpoint'} is neither a string nor a number"
+        # Python does not print longer integers, and any number of them can have one hash
+        if isinstance(key, (Node, bytes)) or (isinstance(key, int) and abs(key) >= LIMITS.elements):
+            what = f"a key in {name or 'the checkpoint'} is neither a string nor a number of at most 62 bits"
             raise RefusedError(what, where=where, hint=option("select") + " takes one of the parts")
         items[key] = value  # a key that is set twice keeps its first place and its last value
     texts = {str(key): value for key, value in items.items()}

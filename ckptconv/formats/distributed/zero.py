@@ -665,7 +665,8 @@ class _Reader:
     def notes(self, parameters: int) -> list[str]:
         """Return the notes for the report. `parameters` is the number of parameters."""
         stage = f"stage {self.first.stage}" if "zero_stage" in self.first.fields else "the BF16 optimizer"
-        version = _plain(self.model.root.get("ds_version"))
+        version = self.model.root.get("ds_version")
+        version = version if isinstance(version, str) else "of an unknown version"
         about = (
             f"put together from {count(len(self.ranks), 'rank')} of DeepSpeed {version} ({stage}, tag"
             f" {self.files.tag or self.folder.folder.name}): {count(parameters, 'parameter')} in fp32"

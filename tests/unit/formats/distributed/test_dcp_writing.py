@@ -240,6 +240,8 @@ class Mine:
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, "'a.b'"),
         ({"a": 1, "b": {1: torch.ones(1), "1": torch.ones(2)}}, "two keys in b"),
         ({(1, 2): torch.ones(1)}, "neither a string nor a number"),
+        ({1 << 62: torch.ones(1)}, "nor a number of at most 62 bits"),
+        ({"a": {1 << 20_000: torch.ones(1)}}, "nor a number of at most 62 bits"),
         ({"a": torch.ones(2), "s": torch.eye(3).to_sparse()}, "s (sparse)"),
         ({"a": torch.ones(2), "o": Mine()}, "Mine at o"),
         ({"a": torch.ones(2), "o": [1, (Mine(), 2)]}, "Mine at o"),

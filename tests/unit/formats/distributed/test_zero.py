@@ -503,3 +503,11 @@ def test_pieces_of_many_values(tmp_path: Path) -> None:
         torch.save({"optimizer_state_dict": optim}, f"{name}_optim_states.pt")
     with pytest.raises(LimitError, match="take too much work"):
         ckptconv.inspect(tmp_path)
+
+
+def test_a_version_that_nobody_prints(tmp_path: Path) -> None:
+    def change(files: Files) -> None:
+        files.models[0]["ds_version"] = 1 << 20_000
+
+    folder = write_zero(tmp_path / "run", change=change)
+    assert "of DeepSpeed of an unknown version" in str(ckptconv.inspect(folder))
