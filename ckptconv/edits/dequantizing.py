@@ -140,7 +140,7 @@ class _Weights:
     def __init__(self, checkpoint: Checkpoint, changes: Changes) -> None:
         self.checkpoint, self.changes = checkpoint, changes
         self._calls = TensorCalls(checkpoint.graph)
-        self._keys = {*checkpoint.storages}
+        self._keys = dict.fromkeys(checkpoint.storages, 1)
         self._made: dict[tuple[object, ...], Call] = {}
 
     def replace(self, found: StateDict, tensors: Mapping[str, TensorInfo], weights: list[Quantized]) -> None:

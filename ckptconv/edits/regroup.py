@@ -43,7 +43,9 @@ from ckptconv.pickles.graph import (
     set_items,
     strings_of,
 )
+from ckptconv.work import work
 
+_STEPS = 16  # of work for a copy of a tensor, of which each part of a split has one for each number in its state
 _Shape = tuple[int, ...]
 Follow: TypeAlias = "Callable[[Tensors, Mapping[int, Sequence[Step]]], None]"
 
@@ -104,7 +106,7 @@ class Tensors(Maker[Any]):
         self._changes = changes
         self.taken: dict[tuple[object, ...], str] = {}
         self._infos = dict(checkpoint.tensor_nodes)
-        self._keys = {*checkpoint.storages}
+        self._keys = dict.fromkeys(checkpoint.storages, 1)
         self._references: dict[Storage, PersistentId] = {}
         self._made: dict[tuple[object, ...], list[Call]] = {}
 
@@ -182,6 +184,7 @@ class Tensors(Maker[Any]):
 
         Raise RefusedError if its bytes cannot be taken apart.
         """
+        work().charge(_STEPS)
         info = self._infos[id(node)]
         return self._stored(info.shape, info.shape, self._blocks(info, info.shape, info.stride), [info], node)
 

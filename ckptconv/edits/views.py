@@ -82,7 +82,7 @@ class Views:
         self._copies: list[tuple[Call, Call]] = []  # a call that copies a CPU tensor to a device, and the tensor's call
         self._words: dict[str, Global] = {}
         self._nodes: dict[int, dict[Storage, PersistentId]] = {}  # by the id of the old reference: the new ones
-        self._keys = {*checkpoint.storages}
+        self._keys = dict.fromkeys(checkpoint.storages, 1)
         self.of_storage: dict[Storage, list[View]] = {}
         self.dtypes_of: dict[Storage, set[str]] = {}
         reader = TensorReader(index.storage_of, str(checkpoint.source.path))
@@ -222,13 +222,14 @@ class Views:
         checkpoint.changed()
 
 
-def new_storage(old: Storage, data: Data, keys: set[str]) -> Storage:
+def new_storage(old: Storage, data: Data, keys: dict[str, int]) -> Storage:
     """Return a storage of the bytes `data` on the device of `old`.
 
-    Its key begins with that of `old` and is not one of `keys`, to which it is added.
+    Its key begins with that of `old` and is not one of `keys`, to which it is added. The values of `keys` are the
+    numbers from which on a new key is searched, so that no number is tried again.
     """
-    key = next(key for n in count(1) if (key := f"{old.key}.{n}") not in keys)
-    keys.add(key)
+    number, key = next((n, key) for n in count(keys.get(old.key, 1)) if (key := f"{old.key}.{n}") not in keys)
+    keys[old.key], keys[key] = number + 1, 1
     return Storage(key, old.device, data.length, data)
 
 

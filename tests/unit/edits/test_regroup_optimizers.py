@@ -294,6 +294,13 @@ LARGE: dict[str, Callable[[], tuple[dict[str, Any], str]]] = {
         },
         "{i}.a, {i}.b = {i}.ab",
     ),
+    "numbers in the state of what is unstacked": lambda: (
+        {
+            "model": {"a": torch.ones(20_000, 0)},
+            "optimizer": one_group("a") | {"state": {"a": dict.fromkeys(map(str, range(50)), torch.tensor(1.0))}},
+        },
+        "a = {e}",
+    ),
     "names in an optimizer of no model": lambda: (
         {"models": [{"a": torch.ones(0)} for _ in range(3000)], "optimizer": one_group(*map(str, range(8000)))},
         "a = b",

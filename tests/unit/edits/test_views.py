@@ -18,6 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptconv
+from ckptconv.byteranges.sources import BytesSource
+from ckptconv.byteranges.spans import ByteRange
+from ckptconv.checkpoint.tensor_info import Storage
+from ckptconv.edits.views import new_storage
 from tests.support import zoo
 from tests.support.archives import flip_bit, records_of, rezip
 from tests.support.conversions import refused
@@ -221,3 +225,20 @@ def test_a_reference_counts_in_its_own_elements(tmp_path: Path) -> None:
     assert report.changes.compacted == (1, 56)
     found = torch.load(tmp_path / "dst.pt")["a"]
     assert (found.tolist(), found.untyped_storage().nbytes()) == (base.tolist(), 8)
+
+
+def test_keys_of_new_storages() -> None:
+    """None is one that there is, and none is tried twice."""
+
+    class Keys(dict[str, int]):
+        tried = 0
+
+        def __contains__(self, key: object) -> bool:
+            Keys.tried += 1
+            return super().__contains__(key)
+
+    keys = Keys({"0": 1, "0.2": 1})
+    data = ByteRange(BytesSource(b"", Path()), 0, 0)
+    made = [new_storage(Storage("0", "cpu", 0, data), data, keys).key for _ in range(50)]
+    assert made[:3] == ["0.1", "0.3", "0.4"] and len({*made}) == 50 and {*made} < {*keys}
+    assert Keys.tried == 51
