@@ -78,12 +78,13 @@ def test_snippets_run(snippet: Path, fixtures: Path, here: Path) -> None:
     runpy.run_path(str(snippet))
 
 
+@pytest.mark.untraced
 def test_a_program_that_reads_many_files_does_not_grow(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Garbage is collected, although each call moves all objects to the oldest generation."""
-    monkeypatch.setattr(graph, "_MOST_MOVED", 10_000)
+    monkeypatch.setattr(graph, "_MOST_MOVED", 3000)
     ckptconv.inspect(fixtures / "tied.pt")
     gc.collect()
     before = len(gc.get_objects())
-    for _ in range(400):
+    for _ in range(200):
         ckptconv.inspect(fixtures / "tied.pt")
-    assert len(gc.get_objects()) - before < 10_000
+    assert len(gc.get_objects()) - before < 3000

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import ckptconv
 from ckptconv.errors import CkptconvError, LimitError, MalformedError, UnsupportedError
-from ckptconv.limits import LIMITS
+from ckptconv.limits import LIMITS, Limits
 from tests.support import fake_s3
 from tests.support.command import Command
 from tests.support.zero_folders import TAG, Files, Saved, a_run, deepspeed_modules, quantized, write_zero
@@ -491,11 +491,12 @@ def test_too_many_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ckptconv.inspect(folder)
 
 
-def test_pieces_of_many_values(tmp_path: Path) -> None:
+def test_pieces_of_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each value in the state of a parameter is as many pieces as the parameter. They are counted."""
-    ranks, flat = 20, torch.zeros(300, dtype=torch.uint8)
+    monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=100_000))
+    ranks, flat = 8, torch.zeros(100, dtype=torch.uint8)
     shapes = {f"w{i}": torch.Size([ranks]) for i in range(len(flat))}
-    states = {"state": {0: {f"moment {i}": flat for i in range(120)}}, "param_groups": [{"params": [0]}]}
+    states = {"state": {0: {f"moment {i}": flat for i in range(60)}}, "param_groups": [{"params": [0]}]}
     optim = {"zero_stage": 3, "partition_count": ranks, "fp32_flat_groups": [flat], "optimizer_state_dict": states}
     for rank in range(ranks):
         name = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00"
