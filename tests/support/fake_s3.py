@@ -51,6 +51,7 @@ class _Bucket:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each body would wait some 40 ms for the answer to its header
     bucket: _Bucket
 
     def do_GET(self) -> None:

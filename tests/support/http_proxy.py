@@ -34,6 +34,7 @@ class Proxy:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each body would wait some 40 ms for the answer to its header
     proxy: Proxy
 
     def _is_let_in(self) -> bool:

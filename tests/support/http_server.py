@@ -130,6 +130,7 @@ class Exchange:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each body would wait some 40 ms for the answer to its header
     files: FileServer
 
     def do_GET(self) -> None:
