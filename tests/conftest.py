@@ -103,8 +103,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out slow tests of a quick run, and skip what needs a GPU where there is none.
 
-    Coverage looks only at the tests of each package and of its use, and not at those with generated examples: the
-    others go over the same lines again and again.
+    Coverage looks only at the tests of each package, and not at those with generated examples: the others go over the
+    same lines again and again.
     """
     if getattr(config.option, "is_without_slow", False):
         slow = [item for item in items if item.get_closest_marker("slow")]
@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
     for item in items:
         is_generated = hasattr(getattr(item, "obj", None), "hypothesis")
-        if is_generated or item.path.relative_to(TESTS).parts[0] not in ("unit", "e2e"):
+        if is_generated or item.path.relative_to(TESTS).parts[0] != "unit":
             item.add_marker(pytest.mark.untraced)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if marked:

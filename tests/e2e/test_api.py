@@ -78,7 +78,6 @@ def test_snippets_run(snippet: Path, fixtures: Path, here: Path) -> None:
     runpy.run_path(str(snippet))
 
 
-@pytest.mark.untraced
 def test_a_program_that_reads_many_files_does_not_grow(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Garbage is collected, although each call moves all objects to the oldest generation."""
     monkeypatch.setattr(graph, "_MOST_MOVED", 3000)
