@@ -15,7 +15,8 @@ from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.checkpoint.merging import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.safe_globals import is_torchs, needed_import
+from ckptconv.checkpoint.safe_globals import is_torchs, needed_import, refused_opcodes
+from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.edits.changes import Changes, MadePlain
 from ckptconv.edits.loadable.arrays import Arrays, is_array
 from ckptconv.edits.loadable.pickled import NotPlain, pickled
@@ -60,6 +61,8 @@ _KINDS: tuple[tuple[type, str], ...] = (
     (Dict, "dict"), (List, "list"), (Set, "set"), (str, "text"), (bool, "bool"), (int, "int"), (float, "float"),
     (bytes, "bytes"), (type(None), "None"), (Tuple, "tuple"),
 )  # a table  # fmt: skip
+#: Functions that make plain data, besides the classes of storages.
+_PLAIN = ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter")
 _SHOWN = 10  # objects in an error
 _MOST_DROPS = 20  # paths in a command; above that, the objects around them are dropped
 _LONGEST_KEY = 64  # members of a tuple
@@ -80,6 +83,27 @@ def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) ->
         RefusedError: An object remains that torch's safe loader refuses, or two keys would become equal.
         LimitError: Converted arrays would take far more bytes than the file.
     """
+    if not _is_plain(checkpoint):
+        _convert(checkpoint, changes, objects=objects)
+    if not changes.made_plain:
+        changes.notes.append("it contains only plain data already, so " + option("loadable") + " changed nothing")
+
+
+def _is_plain(checkpoint: Checkpoint) -> bool:
+    """Return whether there is surely nothing to convert, as in the state dicts that torch.save writes.
+
+    No node inside a row is created to find out.
+    """
+    graph = checkpoint.graph
+    if graph.protocol > 2 or refused_opcodes(graph):
+        return False
+    names = {imported_name(node, 2) for node in graph.globals}
+    others = [name for name in names if name not in _PLAIN and name.removeprefix("torch.") not in BY_STORAGE_CLASS]
+    return not others and not checkpoint.index.obstacles
+
+
+def _convert(checkpoint: Checkpoint, changes: Changes, *, objects: bool) -> None:
+    """Convert the objects, as :func:`make_loadable` says."""
     places = (checkpoint.before_renaming or checkpoint.index).every_place
     making = _Making(checkpoint, objects=objects)
     refused, nodes = making.run(), checkpoint.index.nodes
@@ -94,8 +118,6 @@ def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) ->
         raise _refusal(checkpoint, places, why, objects_help=objects_help)
     drop_effect_order(checkpoint)
     changes.made_plain = making.report(places, nodes)
-    if not changes.made_plain:
-        changes.notes.append("it contains only plain data already, so " + option("loadable") + " changed nothing")
 
 
 def _refresh(checkpoint: Checkpoint, nodes: list[Node]) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import ckptconv
+from ckptconv.edits.loadable import making
 from ckptconv.edits.loadable.table import BY_CLASS, NUMPY_TYPE, NUMPY_TYPES, OTHER, ROWS
 from ckptconv.errors import RefusedError
 from tests.support.command import Command
@@ -280,6 +281,25 @@ def test_nothing_to_do(tmp_path: Path, command: Command) -> None:
     """A note, and the output is the input."""
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     command("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--loadable", err="plain data already")
+
+
+@pytest.mark.parametrize("how", ["loadable", "loadable_objects"])
+@pytest.mark.parametrize("save", ["zip", "legacy"])
+def test_what_is_plain_is_not_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str, how: str) -> None:
+    """Of a model and its optimizer no object is looked at, and the output is the same as if all were."""
+    edits: Any = {how: True}
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(3)).sum().backward()
+    optimizer.step()
+    SAVE[save]({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "bias": net.bias}, tmp_path / "a.pt")
+    with monkeypatch.context() as patch:
+        patch.setattr(making, "_is_plain", lambda _: False)
+        ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", **edits)
+    before = (tmp_path / "b.pt").read_bytes()
+    monkeypatch.setattr(making, "_Making", None)
+    ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", force=True, **edits)
+    assert (tmp_path / "b.pt").read_bytes() == before
 
 
 def test_the_docs_have_the_same_table() -> None:
