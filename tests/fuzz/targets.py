@@ -314,19 +314,19 @@ def _needs_torch(plan: Plan) -> bool:
 def _tensors(summary: Summary) -> list[Any]:
     """What no device changes of the tensors in `summary`.
 
-    Storages are numbered in the order of the tensors, because the order of references can change. A key that is the
-    text of a whole file of torch has no name before it is written anew: such texts stay in the file.
+    They are in the order of their paths, and so are the numbers of storages, because the order in the file can change.
+    A key that is the text of a whole file of torch has no name before it is written anew: such texts stay in the file.
     """
-    numbers: dict[object, int] = {}
-    tensors = [
-        replace(tensor, device=None, storage=numbers.setdefault(tensor.storage, len(numbers)))
-        for tensor in summary.tensors
-    ]
-    return [
+    named = [
         replace(tensor, name=None, path=_FILE_AS_KEY.sub("[?]", tensor.path))
         if _FILE_AS_KEY.search(tensor.path)
         else tensor
-        for tensor in tensors
+        for tensor in summary.tensors
+    ]
+    numbers: dict[object, int] = {}
+    return [
+        replace(tensor, device=None, storage=numbers.setdefault(tensor.storage, len(numbers)))
+        for tensor in sorted(named, key=lambda tensor: tensor.path)
     ]
 
 
