@@ -221,9 +221,13 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
 
 
 def _check_paths(function: Callable[..., Any], *args: object, **kwargs: object) -> None:
-    """Raise ArgumentTypeError if an argument whose name is that of a path has another type."""
+    """Raise ArgumentTypeError if an argument whose name is that of a path has another type.
+
+    Functions with an argument called `path` take file objects, too.
+    """
     for name, value in (*zip(_keywords(function), args, strict=False), *kwargs.items()):
-        if name in PLACES and not isinstance(value, (str, bytes, os.PathLike)):
+        is_right = isinstance(value, (str, bytes, os.PathLike)) or (name == "path" and hasattr(value, "read"))
+        if name in PLACES and not is_right:
             raise ArgumentTypeError(f"{name} must be a path, not {value!r}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
@@ -143,6 +144,8 @@ def test_what_is_no_path(name: str, args: tuple[object, ...], wrong: str, tmp_pa
         getattr(ckptconv, name)(*[torch_file(tmp_path) if each == "m.pt" else each for each in args])
     with pytest.raises(TypeError, match="of mine"):
         ckptconv.convert(torch_file(tmp_path), tmp_path / "o.pt", map_location=of_mine)
+    with pytest.raises(TypeError, match="of mine"):
+        ckptconv.load(io.BytesIO(torch_file(tmp_path).read_bytes()), map_location=lambda storage, tag: of_mine(tag))
 
 
 def of_mine(tag: str) -> str:
