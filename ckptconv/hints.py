@@ -223,7 +223,7 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
 def _check_paths(function: Callable[..., Any], *args: object, **kwargs: object) -> None:
     """Raise ArgumentTypeError if an argument whose name is that of a path has another type.
 
-    Functions with an argument called `path` take file objects, too.
+    An argument called `path` can be a file object.
     """
     for name, value in (*zip(_keywords(function), args, strict=False), *kwargs.items()):
         is_right = isinstance(value, (str, bytes, os.PathLike)) or (name == "path" and hasattr(value, "read"))

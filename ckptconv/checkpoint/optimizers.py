@@ -263,7 +263,7 @@ def candidates(optimizer: Optimizer, every: Sequence[Weights]) -> list[Weights]:
     If it has names, these are the state dicts that contain most of them, and those that contain any of the
     remaining names. Otherwise these are the state dicts with a tensor of the right shape for each number.
     """
-    # for these steps, and for what is done with each of them then
+    # This pays also for what the caller does with each of them.
     work().charge(sum(len(optimizer.params) + len(each.shapes) for each in every))
     if optimizer.names is None:
         return [each for each in every if optimizer.params and _fits(optimizer, each)]
@@ -361,7 +361,7 @@ def _in_order(optimizer: Optimizer, weights: Weights) -> dict[Key, str] | str:
                 for g, (n, params) in enumerate(zip(at, groups, strict=True))
                 if n < len(params) and _may_be(params[n], name, optimizer, weights)
             }
-            cost = len(groups) * (1 + len(fitting) // 8)  # positions are as long as there are groups, but made fast
+            cost = len(groups) * (1 + len(fitting) // 8)  # a new position copies one number for each group
             work().charge(cost)
             done += cost
             if done > LIMITS.optimizer_steps:

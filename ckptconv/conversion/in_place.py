@@ -195,10 +195,11 @@ def _plan(files: list[_File], index: Path | None, request: Request, faults: Chec
             hint=option("strip_prefix", "module.") + " removes it anyway",
         )
     shard_of: dict[str, str] = {}
-    for shard, name in ((shard, name) for shard, own in names.items() for name in own):
-        if shard_of.setdefault(name, shard) != shard:
-            what = f"two shards would have the name {name!r}"
-            raise CollisionError(what, where=index or files[0].path.parent, got=f"{shard_of[name]} and {shard}")
+    for shard, own in names.items():
+        for name in own:
+            if shard_of.setdefault(name, shard) != shard:
+                what = f"two shards would have the name {name!r}"
+                raise CollisionError(what, where=index or files[0].path.parent, got=f"{shard_of[name]} and {shard}")
     planned = len(shards) - len(missing)
     total.notes = [note for note, n in Counter(total.notes).items() if n == planned]  # keep notes that all shards have
     if index:
@@ -224,8 +225,7 @@ def _plan_file(
     # The sources are not locked, because this process already has the lock.
     with SourceFolder(file.path.parent, faults) if of_folder else Source(file.path, faults) as source:
         checkpoint = opening.read(source)
-        if not source.is_same_file(os.fstat(file.fd)):
-            raise RefusedError("another file has replaced it", where=file.path, hint="try again")
+        _check_not_replaced(file.path, file.fd, source)
         format_ = checkpoint.format
         file.rest = None if of_folder else rest_sum(checkpoint)
         before = [found.names() for found in checkpoint.detected.state_dicts]
@@ -260,11 +260,16 @@ def _plan_file(
     return format_
 
 
+def _check_not_replaced(path: Path, fd: int, source: Readable) -> None:
+    """Raise RefusedError if `source`, which was opened at `path`, is another file than the open file `fd`."""
+    if not source.is_same_file(os.fstat(fd)):
+        raise RefusedError("another file has replaced it", where=path, hint="try again")
+
+
 def _plan_index(file: _File, names: dict[str, str]) -> None:
     """Plan the change of the index `file`. `names` maps old names to new ones. The order of names is kept."""
     with Source(file.path) as source:
-        if not source.is_same_file(os.fstat(file.fd)):
-            raise RefusedError("another file has replaced it", where=file.path, hint="try again")
+        _check_not_replaced(file.path, file.fd, source)
         read_index(source)  # which checks it again
         old = source.read(0, source.size)
         source.check_unchanged()
@@ -616,8 +621,7 @@ def _check_whole(path: Path, fd: int, journal: Journal) -> None:
     unchanged. An index and metadata have no tensors.
     """
     with _AsBefore(path, journal) as source, gc_paused():
-        if not source.is_same_file(os.fstat(fd)):
-            raise RefusedError("another file has replaced it", where=path, hint="try again")
+        _check_not_replaced(path, fd, source)
         try:
             if path.name == dcp.METADATA:
                 read_metadata(source)

@@ -45,7 +45,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.work import work
 
-_STEPS = 16  # of work for a copy of a tensor, of which each part of a split has one for each number in its state
+_STEPS = 16  # of work for a copy of a tensor: each part of a split gets a copy of each number in the state
 _Shape = tuple[int, ...]
 Follow: TypeAlias = "Callable[[Tensors, Mapping[int, Sequence[Step]]], None]"
 

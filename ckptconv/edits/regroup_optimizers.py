@@ -143,8 +143,8 @@ class _Parameters:
             name = next(self.names[key] for key in keys if key not in self.entries)
             self.fail(group, f"{having[0]} has a state, and {name} has none: it is frozen or was never updated")
         entries = [self.entries[key] for key in keys]
-        dicts = [each for each in entries if isinstance(each, Dict) and len([*each.entries()])]
-        fields = [own for each in dicts if len(own := strings_of(each)) == len([*each.entries()])]
+        known = [(strings_of(each), len([*each.entries()])) for each in entries if isinstance(each, Dict)]
+        fields = [own for own, n in known if len(own) == n > 0]
         if len(fields) < len(keys) or any(each.keys() != fields[0].keys() for each in fields):
             self.fail(group, f"the states of {some(group.old)} have different or unknown keys, or are not dicts")
         made: dict[str, Sequence[Value]] = {}

@@ -225,8 +225,8 @@ class Views:
 def new_storage(old: Storage, data: Data, keys: dict[str, int]) -> Storage:
     """Return a storage of the bytes `data` on the device of `old`.
 
-    Its key begins with that of `old` and is not one of `keys`, to which it is added. The values of `keys` are the
-    numbers from which on a new key is searched, so that no number is tried again.
+    Its key begins with that of `old` and is not one of `keys`, to which it is added. Each value of `keys` is
+    the first number that was not yet tried for a key, so that no number is tried again.
     """
     number, key = next((n, key) for n in count(keys.get(old.key, 1)) if (key := f"{old.key}.{n}") not in keys)
     keys[old.key], keys[key] = number + 1, 1

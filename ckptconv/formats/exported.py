@@ -95,8 +95,8 @@ def read(source: Readable, unread: UnsupportedError) -> Checkpoint:
     models = [match[1] for name in names if (match := _MODEL.fullmatch(name))]
     configs = {model: f"{_WEIGHTS}{model}_weights_config.json" for model in models}
     saved = names.get(_STATE_DICT if _FLAT in names else f"{_WEIGHTS}{models[0]}.pt" if len(models) == 1 else "")
-    twice = [name for model in models if {name := f"{_WEIGHTS}{model}.pt", configs[model]} <= names.keys()]
-    if twice:  # torch reads the file of torch.save, as torch 2.8 does
+    twice = [name for model in models if (name := f"{_WEIGHTS}{model}.pt") in names and configs[model] in names]
+    if twice:  # torch.export.load takes the file of torch.save then, and this reader would take the configuration
         raise MalformedError("the weights of a program are there twice", where=source.path, got=some(twice))
     source.faults.unread(archive.unread())
     if models and names.keys() >= {*configs.values()}:

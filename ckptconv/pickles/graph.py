@@ -29,7 +29,7 @@ from ckptconv.work import bounded, work
 AT_ONCE = 1000
 
 _MOST_MOVED = 1_000_000  # objects: some 120 MB
-_moved = 0  # objects that were moved to the oldest generation of the garbage collector since it looked at that one
+_moved = 0  # objects that were moved to the garbage collector's oldest generation since the last full collection
 
 #: The classes that a pickle calls to make a set before protocol 4, which introduced opcodes for sets.
 SET_CLASSES = ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset")

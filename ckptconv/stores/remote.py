@@ -727,8 +727,8 @@ class FarFolder(SourceFolder):
             tasks = [(name, threads.submit(opened, name)) for name in unknown if name not in absent]
             for _, task in tasks:
                 task.wait()
-                if not isinstance(task.error, (UnsupportedError, type(None))):
-                    break  # the others are not asked for: any number of files could fail as slowly
+                if task.error and not isinstance(task.error, UnsupportedError):
+                    break  # do not ask for the others: any number of files could fail as slowly
         found = {name: task.result() for name, task in tasks if task.error is None}
         for name, source in found.items():
             if source:

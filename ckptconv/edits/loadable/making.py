@@ -98,8 +98,8 @@ def _is_plain(checkpoint: Checkpoint) -> bool:
     if graph.protocol > 2 or refused_opcodes(graph):
         return False
     names = {imported_name(node, 2) for node in graph.globals}
-    others = [name for name in names if name not in _PLAIN and name.removeprefix("torch.") not in BY_STORAGE_CLASS]
-    return not others and not checkpoint.index.obstacles
+    is_known = all(name in _PLAIN or name.removeprefix("torch.") in BY_STORAGE_CLASS for name in names)
+    return is_known and not checkpoint.index.obstacles
 
 
 def _convert(checkpoint: Checkpoint, changes: Changes, *, objects: bool) -> None:
