@@ -1,11 +1,12 @@
-"""What looking into far files takes, and a retag within a store: requests, bytes and seconds.
+"""The cost of inspecting remote checkpoints and of a retag within a store: requests, bytes and seconds.
 
-    python benchmarks/far.py                          1 GiB in each format, over HTTP, answers 0, 20 and 100 ms late
+    python benchmarks/far.py                          1 GiB in each format, over HTTP, with delays of 0, 20 and 100 ms
     python benchmarks/far.py --store inspect          the same over S3
-    python benchmarks/far.py --store retag            from S3 to S3, beside download, retag and upload
+    python benchmarks/far.py --store retag            a retag from S3 to S3, and a download, retag and upload
 
-Servers are on the loopback: for S3 SeaweedFS, where it is installed. Prints Markdown. A cell of seconds has the
-lower quartile of the runs, the least and the most; requests and bytes are those of the last run.
+All servers run on the loopback interface. With ``--store``, the server is SeaweedFS, which must be installed. The
+output is Markdown. A cell with seconds contains the lower quartile of the runs, the minimum and the maximum. The
+numbers of requests and bytes are those of the last run.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ Asked = Callable[[float, Callable[[], float]], "tuple[float, int, int]"]
 
 
 def make(folder: Path, nbytes: int) -> None:
-    """The same weights in each format, in shards, and as torch.distributed.checkpoint has them."""
+    """Write the same weights to `folder` in each format, as shards and as a folder of torch.distributed.checkpoint."""
     each = nbytes // TENSORS // 4
     state = {f"module.layers.{i}.weight": torch.rand(each) for i in range(TENSORS)}
     torch.save(state, folder / "zip.pt")
@@ -69,12 +70,12 @@ def make(folder: Path, nbytes: int) -> None:
     save_file(state, folder / "s.safetensors")
     ckptconv.convert(folder / "s.safetensors", folder / "set/", max_shard_size=TENSORS // SHARDS * each * 4)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of there being one process alone
+        warnings.simplefilter("ignore")  # the warning that there is only one process
         dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
 
 
 def timed(python: str, code: str, *words: str) -> float:
-    """Seconds of a process that runs `code`."""
+    """Return the seconds of a process that runs `code`. Exit with its error message if it fails."""
     started = time.perf_counter()
     done = subprocess.run([python, "-c", code, *words], capture_output=True, text=True)
     seconds = time.perf_counter() - started
@@ -84,13 +85,13 @@ def timed(python: str, code: str, *words: str) -> float:
 
 
 def head(*columns: str) -> None:
-    """Print the head of a table."""
+    """Print the header of a table."""
     cells = [*columns, "requests", "bytes", *(f"{latency * 1000:g} ms" for latency in LATENCIES)]
     print(f"| {' | '.join(cells)} |\n|{' --- |' * len(cells)}", flush=True)
 
 
 def row(label: str, asked: Asked, code: str, *words: str, runs: int, python: str = sys.executable) -> None:
-    """Print what `code` takes at each latency."""
+    """Print a row with the cost of `code` at each latency."""
     cells = []
     for latency in LATENCIES:
         seconds = []
@@ -104,7 +105,7 @@ def row(label: str, asked: Asked, code: str, *words: str, runs: int, python: str
 
 
 def over_http(folder: Path, runs: int, others: int, python: str) -> None:
-    """The table of inspect."""
+    """Print the table of `inspect` over HTTP."""
     with ExitStack() as opened:
         files: dict[str, Any] = {}
         for path in (each for each in folder.rglob("*") if each.is_file()):
@@ -129,14 +130,14 @@ def over_http(folder: Path, runs: int, others: int, python: str) -> None:
 
 
 def fill(store: Store, folder: Path) -> None:
-    """Have all files of `folder` in the store."""
+    """Upload all files of `folder` to `store`."""
     for path in (each for each in folder.rglob("*") if each.is_file()):
         with path.open("rb") as file:
             store.client.put_object(Bucket=BUCKET, Key=str(path.relative_to(folder)), Body=file)
 
 
 def over_s3(folder: Path, runs: int, others: int, python: str, *, retag: bool) -> None:
-    """The table of inspect, or of a `retag` from S3 to S3."""
+    """Print the table of `inspect` over S3. If `retag` is true, print the table of a retag from S3 to S3 instead."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as home, running_store(Path(home)) as store:
         fill(store, folder)
         port = urlsplit(store.endpoint).port or 0
@@ -160,7 +161,7 @@ def over_s3(folder: Path, runs: int, others: int, python: str, *, retag: bool) -
 
 
 def main() -> None:
-    """Make the files and print a table."""
+    """Write the checkpoints and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--store", choices=["inspect", "retag"], help="over S3")
     parser.add_argument("--size", type=int, default=1 << 30, help="bytes of the weights")

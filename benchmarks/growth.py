@@ -1,6 +1,6 @@
-"""How time and memory grow with tensors, bytes and files: drawn as one SVG, ckptconv beside torch.
+"""How time and memory grow with the number of tensors, bytes and files, for ckptconv and torch.
 
-Prints the figures too; README.md says what they mean.
+The figures are printed and drawn as one SVG. README.md explains them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ with tempfile.NamedTemporaryFile() as file:
 _COLOURS = {"inspect": "#1b6ca8", "convert": "#c0392b", "verify": "#2e8b57", "diff": "#8e44ad", "torch": "#7f8c8d"}
 _WIDTH, _HEIGHT, _LEFT, _TOP = 300, 220, 60, 40
 
-Points = dict[str, list[tuple[float, float, float]]]  # by command: how many, seconds of processor time, bytes
+Points = dict[str, list[tuple[float, float, float]]]  # by command: number, seconds of processor time, bytes
 
 
 def main() -> None:
-    """Measure what is asked for, print it, and draw it."""
+    """Measure the requested sizes, print the figures and draw them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="the SVG")
     parser.add_argument("--tensors", type=int, default=600_000, help="at most so many")
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def measured(folder: Path, code: str, least: int, most: int, step: int, runs: int) -> Points:
-    """The points for one checkpoint, which `code` makes, of `least` to `most` tensors or bytes."""
+    """Return the points for single checkpoints that `code` writes, with `least` to `most` tensors or bytes."""
     points: Points = {}
     for n in steps(least, most, step):
         src, dst = make(folder / "src.pt", n, code), folder / "dst.pt"
@@ -88,7 +88,7 @@ def measured(folder: Path, code: str, least: int, most: int, step: int, runs: in
 
 
 def of_files(folder: Path, most: int, runs: int) -> Points:
-    """The points for folders of up to `most` files of ten tensors each."""
+    """Return the points for folders of up to `most` files. Each file contains 12 tensors."""
     points: Points = {}
     first = make(folder / "first.pt", 12, MAKE_MANY)
     for n in steps(1, most, 10):
@@ -109,7 +109,7 @@ def of_files(folder: Path, most: int, runs: int) -> Points:
 
 
 def steps(least: int, most: int, step: int) -> Iterator[int]:
-    """`least`, `step` times as many, and so on; in the end `most`."""
+    """Yield `least` and its multiples by powers of `step` below `most`. Then yield `most`."""
     while least < most:
         yield least
         least *= step
@@ -117,7 +117,7 @@ def steps(least: int, most: int, step: int) -> Iterator[int]:
 
 
 def add(points: Points, n: int, commands: dict[str, list[str]], runs: int) -> None:
-    """Run `commands`, and add what each takes to `points`, at `n`."""
+    """Run `commands` and add their processor time and peak memory to `points`, at `n`."""
     for name, command in commands.items():
         seconds, cpu, kib = min((measure(command) for _ in range(runs)), key=lambda run: run.cpu)
         points.setdefault(name, []).append((n, cpu, kib * 1024))
@@ -128,7 +128,7 @@ def add(points: Points, n: int, commands: dict[str, list[str]], runs: int) -> No
 
 
 def drawn(axes: dict[str, Points]) -> str:
-    """One picture for each axis and each of time and memory, on logarithmic scales."""
+    """Return an SVG with two plots for each axis, time and memory. All scales are logarithmic."""
     parts = []
     for column, (axis, points) in enumerate(axes.items()):
         for row, what in enumerate(("seconds of processor time", "bytes of memory")):
@@ -144,7 +144,7 @@ def drawn(axes: dict[str, Points]) -> str:
 
 
 def picture(axis: str, what: str, lines: dict[str, list[tuple[float, float]]]) -> Iterator[str]:
-    """Axes, a line for each command, and its name at the end of the line."""
+    """Yield the SVG elements of one plot: the axes, and a line and a legend entry for each command."""
     every = [point for line in lines.values() for point in line]
     scales = [scale([point[i] for point in every], length) for i, length in ((0, _WIDTH), (1, _HEIGHT))]
     (left, right, x), (low, high, y) = scales
@@ -164,13 +164,13 @@ def picture(axis: str, what: str, lines: dict[str, list[tuple[float, float]]]) -
 
 
 def scale(values: list[float], length: int) -> tuple[int, int, Callable[[float], float]]:
-    """The powers of ten around `values`, and where on a line of `length` a value stands."""
+    """Return the powers of ten around `values`, and a function from a value to its position on an axis of `length`."""
     low, high = floor(log10(min(values))), ceil(log10(max(values)))
     return low, high, lambda value: (log10(value) - low) / max(high - low, 1) * length
 
 
 def short(power: int) -> str:
-    """Ten to the `power`, as people write it."""
+    """Return ten to the `power` with a unit, such as "10k"."""
     unit, size = next(each for each in (("G", 9), ("M", 6), ("k", 3), ("", -99)) if power >= each[1])
     return f"{10.0 ** (power - max(size, 0)):g}{unit}"
 

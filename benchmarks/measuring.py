@@ -1,4 +1,4 @@
-"""Commands that take turns, the table of what each took, and what of it is over its limit."""
+"""A benchmark that runs commands in turns, prints a table of their cost, and compares it with limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """What one run of a command took."""
+    """The cost of one run of a command."""
 
     seconds: float
     cpu: float  #: seconds of processor time, of all its processes together
@@ -22,7 +22,7 @@ class Run(NamedTuple):
 
 
 class Bench:
-    """The folder for files, how often each command runs, and what came out so far."""
+    """A benchmark: the folder for its files, the number of runs of each command, and the results so far."""
 
     def __init__(self, folder: Path, runs: int, before: Path | None = None) -> None:
         self.folder = folder
@@ -33,7 +33,7 @@ class Bench:
         self._against: list[str] = []
 
     def table(self, title: str, commands: dict[str, list[str]], unit: str) -> None:
-        """Run `commands` in turns, each time in another order, after one run that does not count; print the table."""
+        """Run `commands` in turns, each round in another order, and print a table. The first round does not count."""
         commands = dict(self._with_before(commands))
         taken = _in_turns(commands, self.runs)
         print(f"\n| {title} | lower quartile | median | of {unit} | in half of the rounds | processor | peak memory |")
@@ -56,7 +56,9 @@ class Bench:
                 self._against.append(_against(f"{title}: {name}", done, taken[older]))
 
     def _with_before(self, commands: dict[str, list[str]]) -> Sequence[tuple[str, list[str]]]:
-        """`commands`, and behind each of ckptconv's the same with the older version, where that can do it."""
+        """Return `commands`. Each ckptconv command is followed by the same command with the older version, if that
+        supports it.
+        """
         found = []
         for name, command in commands.items():
             found.append((name, command))
@@ -70,7 +72,7 @@ class Bench:
         return found
 
     def summary(self) -> None:
-        """Print the first line of each table beside its limit, and each command beside the older version."""
+        """Print the first row of each table with its limit, and compare each command with the older version."""
         print(
             "\n| first of each table | of | ratio | in half of the rounds | at most |\n| --- | --- | --- | --- | --- |"
         )
@@ -93,11 +95,11 @@ def _in_turns(commands: dict[str, list[str]], runs: int) -> dict[str, list[Run]]
 
 
 def measure(command: list[str]) -> Run:
-    """What `command` takes from start to end; its peak memory is the last word that it prints."""
+    """Return the cost of `command` from start to end. Its peak memory is the last word of its output."""
     os.sync()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd="/")  # not where a checkout is
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd="/")  # not a checkout
     seconds = time.perf_counter() - started
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     last = done.stdout.split()[-1:]
@@ -110,19 +112,19 @@ def _quartile(values: list[float]) -> float:
 
 
 def _middle(mine: list[float], theirs: list[float]) -> tuple[float, float]:
-    """Between which ratios the middle half of the rounds lies, each compared within itself."""
+    """Return the quartiles of the ratios of `mine` to `theirs`. Each round is compared only with itself."""
     ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
     low, _, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
     return low, high
 
 
 def _judged(low: float, high: float, limit: float) -> str:
-    """Whether `limit` is kept, where noise lets it be told."""
+    """Return whether `limit` is met, or "too close to tell" if the noise spans it."""
     return "kept" if high <= limit else "missed" if low > limit else "too close to tell"
 
 
 def _against(name: str, now: list[Run], before: list[Run]) -> str:
-    """A line of this version against the one before: the median of the rounds' ratios, and their middle half."""
+    """Return a row that compares this version with the older one: the median ratio of the rounds and its quartiles."""
     columns = []
     for mine, theirs in (
         ([r.seconds for r in now], [r.seconds for r in before]),

@@ -1,4 +1,4 @@
-"""What the benchmarks run: ckptconv, and programs that do the same with torch, safetensors or the shell."""
+"""The programs of the benchmarks: ckptconv, and programs that do the same with torch, safetensors or the shell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ try:
 except SystemExit as ended:
     assert ended.code in (None, 0), ended.code
 """
-CKPTCONV_DIFF = CKPTCONV.replace("(None, 0)", "(0, 1)")  # 1 says that they differ
+CKPTCONV_DIFF = CKPTCONV.replace("(None, 0)", "(0, 1)")  # exit status 1 means that the files differ
 WRITE_SMALL = """
 import os, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -267,7 +267,10 @@ save_file(weights, sys.argv[1])
 
 
 def make(path: Path, size: int, code: str = MAKE, *more: object) -> Path:
-    """A state dict of `size` bytes, saved by DataParallel on cuda:0, as far as the file can tell."""
+    """Run `code`, which writes a checkpoint of `size` to `path`. Return `path`.
+
+    The default is a state dict of `size` bytes with the names of DataParallel and the location tag cuda:0.
+    """
     subprocess.run(python(code, path, size, *more), check=True)
     return path
 

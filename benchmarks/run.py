@@ -1,6 +1,6 @@
-"""How long ckptconv takes, in how much memory: whole processes, beside `cp` and torch.
+"""The time and memory of ckptconv as complete processes, compared with `cp` and torch.
 
-Prints Markdown; README.md says what the figures mean.
+The output is Markdown. README.md explains the figures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     size, runs = (GIB // 16, 3) if options.quick else (2 * GIB, 9)
     runs, size = options.runs or runs, int((options.size or size / GIB) * GIB)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what pip installs is compiled
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # pip compiles the packages that it installs
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="ckptconv-bench-") as folder:
         print(about(Path(folder), runs), flush=True)
         bench = Bench(Path(folder).resolve(), runs, options.before and options.before.resolve())
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def about(folder: Path, runs: int) -> str:
-    """The machine, the file system and the versions, in a line."""
+    """Return one line about the machine, the file system and the versions."""
     mount = subprocess.run(["df", "--output=fstype,source", folder], capture_output=True, text=True).stdout.split()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     busy = f"{os.getloadavg()[0]:.1f} processes ran before"

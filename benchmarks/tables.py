@@ -1,4 +1,4 @@
-"""The tables: for each the files that it needs, and the commands that take turns."""
+"""The tables of the benchmark. Each function makes the files of its table and runs its commands in turns."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from programs import ckptconv, copy, make, python
 
 GIB = 1 << 30
 SMALL = Path(__file__).parent.parent / "fixtures" / "cuda0.pt"
-COPY_OF_MOVED = "`cp` + `sync` of what is read and written"  # of a file with half of these bytes
+COPY_OF_MOVED = "`cp` + `sync` of what is read and written"  # the copied file has half as many bytes
 
 
 def convert(bench: Bench, size: int) -> None:
-    """A retag and strip of `size` bytes, beside copying the file and beside what torch does."""
+    """Compare a retag and strip of `size` bytes with a copy of the file and with torch."""
     src, dst = bench.folder / "src.pt", bench.folder / "dst.pt"
     commands = {
         "`ckptconv convert`": ckptconv(
@@ -36,7 +36,10 @@ def convert(bench: Bench, size: int) -> None:
 
 
 def large(bench: Bench, size: int) -> None:
-    """The same with four times as many bytes, which the page cache cannot hold beside their copy on many machines."""
+    """Compare a retag of `size` bytes with a copy of the file.
+
+    The file is four times as large as in `convert`, so many machines cannot keep it and its copy in the page cache.
+    """
     src, dst = make(bench.folder / "large.pt", size), bench.folder / "dst.pt"
     commands = {
         "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst, "--to", "cpu"),
@@ -49,8 +52,8 @@ def large(bench: Bench, size: int) -> None:
 
 
 def to_safetensors(bench: Bench, size: int) -> None:
-    """`size` bytes of weights from torch's format to safetensors, beside copying the file and
-    beside what torch and the library do.
+    """Compare the conversion of `size` bytes from torch's format to safetensors with a copy and with the two
+    libraries.
     """
     title, rival = (
         f"{size / GIB:g} GiB: `.pt` → `.safetensors`, strip `module.`",
@@ -68,7 +71,9 @@ def to_safetensors(bench: Bench, size: int) -> None:
 
 
 def from_safetensors(bench: Bench, size: int) -> None:
-    """The same weights back."""
+    """Compare the conversion of the same weights from safetensors to torch's format with a copy and with the
+    libraries.
+    """
     src = bench.folder / "src.safetensors"
     subprocess.run(python(programs.TO_SAFETENSORS, bench.folder / "src.pt", src), check=True)
     title, rival = f"{size / GIB:g} GiB: `.safetensors` → `.pt`, add `module.`", "`load_file` + `torch.save` + `sync`"
@@ -85,8 +90,9 @@ def from_safetensors(bench: Bench, size: int) -> None:
 
 
 def legacy(bench: Bench, size: int) -> None:
-    """`size` bytes in torch's format from before 1.6: retagged there, and to today's format, beside copying the file
-    and beside what torch does.
+    """Compare a retag of `size` bytes in the format from before torch 1.6 with a copy and with torch.
+
+    ckptconv writes both the old format and the current one.
     """
     src, dst = make(bench.folder / "legacy.pt", size, programs.MAKE_LEGACY), bench.folder / "dst.pt"
     edits = ["--to", "cpu", "--strip-prefix", "module."]
@@ -106,7 +112,7 @@ def legacy(bench: Bench, size: int) -> None:
 
 
 def shards(bench: Bench, size: int) -> None:
-    """`size` bytes in 8 shards, retagged as shards, beside copying the folder; the old target is removed by all."""
+    """Compare a retag of `size` bytes in 8 shards with a copy of the folder. All commands remove the old output."""
     src, dst = make(bench.folder / "shards", size, programs.MAKE_SHARDS), bench.folder / "dst"
     edits = ["--to", "cpu", "--strip-prefix", "module."]
     commands = {
@@ -121,7 +127,7 @@ def shards(bench: Bench, size: int) -> None:
 
 
 def distributed(bench: Bench, size: int) -> None:
-    """`size` bytes that two processes saved with torch.distributed.checkpoint, in one file, beside what torch does."""
+    """Compare the merge of `size` bytes that two processes saved with torch.distributed.checkpoint with torch's own."""
     src, dst = make(bench.folder / "dcp", size, programs.MAKE_DCP), bench.folder / "dst.pt"
     rival = "`dcp_to_torch_save` + `sync`"
     commands = {
@@ -134,7 +140,9 @@ def distributed(bench: Bench, size: int) -> None:
 
 
 def to_distributed(bench: Bench, size: int) -> None:
-    """`size` bytes in a folder of four processes, beside copying that folder, and beside torch's folder of one."""
+    """Compare a DCP folder of `size` bytes for four processes with a copy of it and with torch's folder of one
+    process.
+    """
     src = make(bench.folder / "one.pt", size, programs.MAKE_HERE)
     dst, copied = bench.folder / "dcp", bench.folder / "copy"
     ours = ckptconv("convert", "-q", "--force", src, dst, "--format", "dcp", "--ranks", "4")
@@ -151,12 +159,12 @@ def to_distributed(bench: Bench, size: int) -> None:
 
 
 def zero_2(bench: Bench, size: int) -> None:
-    """`size` bytes of four ranks of DeepSpeed ZeRO at stage 2, in one file."""
+    """Merge `size` bytes of four ranks of DeepSpeed ZeRO at stage 2 into one file."""
     _zero(bench, size, 2)
 
 
 def zero_3(bench: Bench, size: int) -> None:
-    """The same at stage 3."""
+    """Merge `size` bytes of four ranks of DeepSpeed ZeRO at stage 3 into one file."""
     _zero(bench, size, 3)
 
 
@@ -179,7 +187,7 @@ def _zero(bench: Bench, size: int, stage: int) -> None:
 
 
 def ranks(bench: Bench, size: int) -> None:
-    """`size` bytes that four processes saved, each its rows, in one file, beside copying the four files."""
+    """Compare the merge of `size` bytes of four FSDP2 rank files into one file with a copy of the four files."""
     src, dst = make(bench.folder / "ranks", size, programs.MAKE_RANKS), bench.folder / "dst"
     unit = "`cp` of the four files + `sync`"
     clear = ["sh", "-c", programs.CLEAR, "sh", str(dst)]
@@ -194,7 +202,7 @@ def ranks(bench: Bench, size: int) -> None:
 
 
 def cast(bench: Bench, size: int) -> None:
-    """`size` bytes of float32 weights in half the bytes, beside copying that much and beside what torch does."""
+    """Compare a cast of `size` bytes of float32 to bfloat16 with a copy of equal traffic and with torch."""
     src, dst = make(bench.folder / "float32.pt", size), bench.folder / "dst.pt"
     moved = make(bench.folder / "moved.pt", size * 3 // 4)
     commands = {
@@ -210,7 +218,7 @@ def cast(bench: Bench, size: int) -> None:
 
 
 def quantized(bench: Bench, size: int) -> None:
-    """`size` bytes of fp8 in blocks of 128×128 as bfloat16, beside copying that much."""
+    """Compare a cast of `size` bytes of fp8 in blocks of 128×128 to bfloat16 with a copy of equal traffic."""
     src, dst = make(bench.folder / "fp8.safetensors", size, programs.MAKE_FP8), bench.folder / "bf16.safetensors"
     moved = make(bench.folder / "moved.pt", size * 3 // 2)
     commands = {
@@ -224,8 +232,10 @@ def quantized(bench: Bench, size: int) -> None:
 
 
 def gather(bench: Bench, size: int) -> None:
-    """`size` bytes that do not lie in the order of their tensors: transposed weights, and
-    thousands of columns that share storages.
+    """Compare the conversion of `size` bytes of non-contiguous views to safetensors with a copy and with the
+    libraries.
+
+    The views are transposed weights and thousands of columns that share storages.
     """
     src = make(bench.folder / "views.pt", size, programs.MAKE_VIEWS)
     title, rival = (
@@ -245,7 +255,7 @@ def gather(bench: Bench, size: int) -> None:
 
 
 def diff(bench: Bench, size: int) -> None:
-    """Two files of `size` bytes that are the same, beside `cmp` of two that are the same byte for byte."""
+    """Compare `diff` of two equal files of `size` bytes with `cmp` of two identical files."""
     zip_, bare, tensors = (
         bench.folder / "src.pt",
         make(bench.folder / "bare.pt", size, programs.MAKE_BARE),
@@ -269,7 +279,7 @@ def diff(bench: Bench, size: int) -> None:
 
 
 def verify(bench: Bench, size: int) -> None:
-    """Every record of `size` bytes compared with its checksum, beside reading the file."""
+    """Compare the verification of every record of `size` bytes with reading the file."""
     src = bench.folder / "src.pt"
     commands = {
         "`ckptconv verify`, with zlib-ng": ckptconv("verify", src),
@@ -283,7 +293,7 @@ def verify(bench: Bench, size: int) -> None:
 
 
 def beside(bench: Bench, title: str, src: Path, dst: Path, edits: list[str], rival: str, code: str) -> None:
-    """A conversion, copying the file, and `code`, which does the same in Python."""
+    """Compare the conversion of `src` with a copy of the file and with `code`, a Python program that does the same."""
     commands = {
         "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst, *edits),
         "`cp` + `sync`": copy(src, dst),
@@ -294,7 +304,7 @@ def beside(bench: Bench, title: str, src: Path, dst: Path, edits: list[str], riv
 
 
 def load(bench: Bench, size: int) -> None:
-    """All tensors of `size` bytes, and one of them, in a fresh process each."""
+    """Compare loading all tensors of `size` bytes, or one of them, with torch. Each load runs in a new process."""
     src = bench.folder / "src.pt"
     commands = {
         '`ckptconv.load(path, "cpu")`': python(programs.LOAD + programs.PEAK, src),
@@ -308,7 +318,7 @@ def load(bench: Bench, size: int) -> None:
 
 
 def save(bench: Bench, size: int) -> None:
-    """`size` bytes of tensors from memory to disk; making them is in each figure."""
+    """Compare saving `size` bytes of tensors with torch. Every figure includes the time to make the tensors."""
     dst = bench.folder / "saved.pt"
     commands = {
         "`ckptconv.save`": python(programs.MADE + programs.SAVE + programs.PEAK, dst, size),
@@ -320,7 +330,7 @@ def save(bench: Bench, size: int) -> None:
 
 
 def start(bench: Bench, size: int) -> None:  # noqa: ARG001 - it is about what all commands begin with
-    """What a person waits for who looks at a small file."""
+    """Measure the start of the program: `inspect` of a small file, and the imports."""
     commands = {
         "`ckptconv inspect`": ckptconv("inspect", SMALL),
         "`import click, json`": python("import click, json"),
@@ -331,7 +341,7 @@ def start(bench: Bench, size: int) -> None:  # noqa: ARG001 - it is about what a
 
 
 def batch(bench: Bench, size: int) -> None:  # noqa: ARG001 - the number of files counts
-    """A thousand small files, beside the same bytes written and synced by 32 threads."""
+    """Compare the conversion of 1,000 small files with 32 threads that write and sync the same bytes."""
     srcs = bench.folder / "small"
     srcs.mkdir()
     for i in range(1000):
@@ -352,7 +362,7 @@ def batch(bench: Bench, size: int) -> None:  # noqa: ARG001 - the number of file
 
 
 def diff_quiet(bench: Bench, size: int) -> None:
-    """Two files that differ early."""
+    """Compare `diff` of two files that differ early with `cmp`."""
     a, b = (make(bench.folder / f"{name}.pt", size, programs.MAKE_BARE) for name in "ab")
     with b.open("r+b") as file:
         file.seek(size // 1000)
@@ -368,7 +378,7 @@ def diff_quiet(bench: Bench, size: int) -> None:
 
 
 def inspect(bench: Bench, size: int) -> None:
-    """`inspect` of a small and a large file, beside the time in which torch is imported."""
+    """Compare `inspect` of a small file and of a large file with the import of torch."""
     small = make(bench.folder / "small.pt", 1 << 20)
     commands = {
         "`ckptconv inspect`, 1 MiB": ckptconv("inspect", small),
@@ -379,7 +389,7 @@ def inspect(bench: Bench, size: int) -> None:
 
 
 def values(bench: Bench, size: int) -> None:
-    """The statistics of all tensors, beside reading them alone and beside torch's of what it has loaded."""
+    """Compare the statistics of all tensors with reading the file and with torch's statistics."""
     src = make(bench.folder / "a.pt", size)
     commands = {
         "`cat`": ["sh", "-c", 'cat "$1" > /dev/null', "sh", str(src)],
@@ -393,7 +403,7 @@ def values(bench: Bench, size: int) -> None:
 
 
 def pages(bench: Bench, size: int) -> None:  # noqa: ARG001 - the number of tensors counts, not their bytes
-    """How large a page is, and what making it takes."""
+    """Measure the size of HTML pages and the cost of writing them."""
     commands = {}
     for n in (300, 3_000, 60_000):
         src, other = (
@@ -409,22 +419,22 @@ def pages(bench: Bench, size: int) -> None:  # noqa: ARG001 - the number of tens
 
 
 def many(bench: Bench, size: int) -> None:  # noqa: ARG001 - the number of tensors counts, not their bytes
-    """60,000 small tensors: what each tensor costs."""
+    """Measure the cost of each tensor with 60,000 small tensors."""
     _many(bench, "60,000 tensors", programs.MAKE_MANY)
 
 
 def parameters(bench: Bench, size: int) -> None:  # noqa: ARG001 - as above
-    """60,000 small parameters, as a module's own dictionary has them."""
+    """Measure 60,000 small parameters, as a module's own ``__dict__`` contains them."""
     _many(bench, "60,000 parameters", programs.MAKE_PARAMETERS)
 
 
 def training(bench: Bench, size: int) -> None:  # noqa: ARG001 - as above
-    """A model and the state of its optimizer, Adam: 60,000 small tensors in all."""
+    """Measure a model and the state of its Adam optimizer: 60,000 small tensors in total."""
     _many(bench, "60,000 tensors of a model and of Adam", programs.MAKE_TRAINING)
 
 
 def mixed(bench: Bench, size: int) -> None:  # noqa: ARG001 - as above
-    """Tensors of four dtypes, views, ties, parameters and plain values, in containers of containers."""
+    """Measure nested containers with tensors of four dtypes, views, ties, parameters and plain values."""
     _many(bench, "60,000 mixed tensors", programs.MAKE_MIXED)
 
 
@@ -442,7 +452,7 @@ def _many(bench: Bench, title: str, code: str) -> None:
 
 
 def containers(bench: Bench, size: int) -> None:  # noqa: ARG001 - as above
-    """20,000 small tensors from container to container, and two files that are equal."""
+    """Measure conversions of 20,000 small tensors between containers, and `inspect` and `diff` of them."""
     src = make(bench.folder / "many.pt", 20_000, programs.MAKE_MANY)
     ranks = make(bench.folder / "many_ranks", 20_000 * 64, programs.MAKE_RANKS, 2, 20_000, 4)
     other, same = bench.folder / "many.safetensors", bench.folder / "same.pt"
@@ -474,7 +484,10 @@ def containers(bench: Bench, size: int) -> None:  # noqa: ARG001 - as above
 
 
 def share_blocks(bench: Bench, size: int) -> None:
-    """A retag where files can share blocks: on XFS, in a file mounted as a disk. The new blocks are printed too."""
+    """Measure a retag on XFS, where files can share blocks. The number of new blocks is also printed.
+
+    The file system is in a file that is mounted as a disk.
+    """
     with xfs(bench.folder / "xfs.img", 4 * size) as disk:
         if disk is None:
             print("\nBlocks shared on XFS: skipped, needs root, `mkfs.xfs` and a loop device")
@@ -495,7 +508,7 @@ def share_blocks(bench: Bench, size: int) -> None:
 
 @contextmanager
 def xfs(image: Path, size: int) -> Iterator[Path | None]:
-    """A folder on a fresh XFS filesystem, or None where there cannot be one."""
+    """Yield a folder on a new XFS file system, or None if it cannot be made."""
     disk = image.with_suffix(".mount")
     disk.mkdir()
     with image.open("wb") as file:
@@ -512,7 +525,7 @@ def xfs(image: Path, size: int) -> Iterator[Path | None]:
 
 
 def used(disk: Path) -> int:
-    """The bytes that are in use on `disk`."""
+    """Return the number of bytes that are used on `disk`."""
     os.sync()
     space = os.statvfs(disk)
     return (space.f_blocks - space.f_bfree) * space.f_frsize

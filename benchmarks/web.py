@@ -1,7 +1,8 @@
-"""How long the page that converts in the browser takes, beside the command line: ``python benchmarks/web.py``.
+"""The time of conversions in the web page, compared with the command line: ``python benchmarks/web.py``.
 
-Needs Chromium, node, npm and playwright. The page is built, served on the loopback and opened in headless Chromium,
-with a new profile for each run. Prints Markdown: the medians, and in brackets the least and the most.
+Chromium, node, npm and playwright are required. The page is built, served on the loopback interface and opened in
+headless Chromium. Each run has a new profile. The output is Markdown: medians, with the minimum and the maximum in
+parentheses.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def started(chromium: Any, site: Site) -> tuple[float, float]:
-    """Seconds until Python is loaded, at the first visit and at the second."""
+    """Return the seconds until Python is loaded, for the first visit and for the second visit."""
     with opened_page(chromium, site) as opened:
         first = opened.page.evaluate(START, "Python is loaded.")
         opened.page.reload()
@@ -86,7 +87,10 @@ def started(chromium: Any, site: Site) -> tuple[float, float]:
 
 
 def used(chromium: Any, site: Site, path: Path) -> tuple[float, float]:
-    """Seconds until the file is shown, and until a copy for another device can be saved; Python is loaded before."""
+    """Return the seconds until the file at `path` is shown, and until a copy for another device can be saved.
+
+    Python is already loaded when the measurement starts.
+    """
     with opened_page(chromium, site) as opened:
         opened.page.evaluate(START, "Python is loaded.")
         opened.page.evaluate(WATCH)
@@ -98,13 +102,13 @@ def used(chromium: Any, site: Site, path: Path) -> tuple[float, float]:
 
 
 def check(opened: Page) -> None:
-    """Leave where the page says that something went wrong."""
+    """Exit with the error message if the page shows an error."""
     if opened.shows("error"):
         sys.exit(opened.text("error"))
 
 
 def typed(*words: object) -> float:
-    """Seconds that the command line takes."""
+    """Return the seconds of the command line `words`."""
     command = [sys.executable, "-m", "ckptconv", *map(str, words)]
     began = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -112,7 +116,7 @@ def typed(*words: object) -> float:
 
 
 def said(times: Any) -> str:
-    """The median, the least and the most."""
+    """Return the median, the minimum and the maximum of `times` as a text."""
     return f"{median(times):.2f} s ({min(times):.2f}–{max(times):.2f})"
 
 

@@ -1,7 +1,8 @@
-"""Shared by all tests. CKPTCONV_CORPUS names the corpus.
+"""The fixtures and hooks of all tests. The environment variable CKPTCONV_CORPUS contains the folder of the corpus.
 
-HYPOTHESIS_PROFILE says how much is run: ``quick`` (the default) has few generated cases and, of a run of all tests,
-not the slow ones; ``gate`` has all tests, and ``long`` many cases and tests/long.
+HYPOTHESIS_PROFILE selects the amount of work. With ``quick``, the default, generated tests have few examples, and a run
+of all tests leaves out the slow ones. ``gate`` also runs the slow tests. With ``long``, generated tests have many
+examples, and tests/long is collected.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if not HAS_TORCH:
     _without_torch = WithoutTorch()  # before test files are imported
 
     def pytest_configure(config: pytest.Config) -> None:
-        """Skip tests that need torch, where there is none."""
+        """Skip tests that need torch if torch is not installed."""
         config.pluginmanager.register(_without_torch)
 
 
@@ -49,12 +50,15 @@ _MOST_PROCESSES = 8
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # so a shell without job control starts what runs in the background
+):  # a shell without job control starts background commands with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _keeping_parts(method: Any) -> Any:
-    """`method` of a message, which makes a plain text of it, for those alone who print."""
+    """Return `method` of a message, which turns the message into plain text, with a check of the caller.
+
+    Within ckptconv, only the command line and the renderers may call it.
+    """
 
     def called(self: Message, *args: object) -> Any:
         caller = sys._getframe(1).f_globals["__name__"]
@@ -70,7 +74,7 @@ for _name in ("__format__", "__mod__", "format", "partition", "removeprefix", "r
 
 
 def _checked(as_dict: Callable[[Result], dict[str, Any]]) -> Callable[[Result], dict[str, Any]]:
-    """`as_dict` of results, with a look at whether the published schema describes what it gives."""
+    """Return `as_dict` of results with a check that its output conforms to the published schema."""
     commands = {"Summary": "inspect", "Report": "convert", "Verdict": "verify", "Difference": "diff"}
 
     @functools.wraps(as_dict)
@@ -87,11 +91,11 @@ Result.as_dict = _checked(Result.as_dict)  # type: ignore[method-assign]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """If no test was named, use all cores, and leave out slow tests of a quick run."""
+    """Use all cores if no test is named, and skip slow tests in a quick run."""
     if config.args_source is pytest.Config.ArgsSource.ARGS:
         return
     config.option.is_without_slow = PROFILE == "quick"
-    if hasattr(config, "workerinput"):  # a process of xdist
+    if hasattr(config, "workerinput"):  # an xdist worker
         return
     if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist = min(os.cpu_count() or 1, _MOST_PROCESSES), "worksteal"
@@ -101,10 +105,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests of a quick run, and skip what needs a GPU where there is none.
+    """Remove slow tests from a quick run, and skip tests that need a GPU if there is none.
 
-    Coverage looks only at the tests of each package, and not at those with generated examples: the others go over the
-    same lines again and again.
+    Coverage is measured only in tests/unit, without the tests that have generated examples, because the other tests
+    repeat the same lines many times.
     """
     if getattr(config.option, "is_without_slow", False):
         slow = [item for item in items if item.get_closest_marker("slow")]
@@ -125,8 +129,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let coverage not look at what is marked so. pytest-cov's own mark has no effect in the processes of xdist, where
-    a second measurement goes on beneath the one that it stops.
+    """Turn off coverage for tests with the mark "untraced".
+
+    The mark of pytest-cov has no effect in xdist workers, because a second measurement continues there.
     """
     traces = sys.gettrace(), threading.gettrace()
     if item.get_closest_marker("untraced"):
@@ -141,7 +146,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """A function that runs a command line, expects its exit status, and gives what it said."""
+    """Return a function that runs a command line, checks its exit status and returns its output."""
     return Command(capsys)
 
 
@@ -150,7 +155,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """A function that writes bytes to a file of a name, in a folder of its own."""
+    """Return a function that writes bytes to a file with a given name in a new folder."""
 
     def write(data: bytes, name: str = "m.pt") -> Path:
         path = tmp_path / "in" / name
@@ -163,20 +168,20 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all examples of a generated test have in common."""
+    """Return a folder that all examples of a generated test share."""
     return tmp_path_factory.mktemp("folder")
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The test's own folder, with us in it."""
+    """Change the working directory to the folder of the test, and return it."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture(scope="session")
 def corpus() -> Path:
-    """The folder of other people's checkpoints, with its manifest.csv."""
+    """Return the folder of third-party checkpoints, which contains manifest.csv."""
     folder = os.environ.get("CKPTCONV_CORPUS")
     if not folder:
         pytest.skip("CKPTCONV_CORPUS names no folder of checkpoints")
@@ -185,13 +190,13 @@ def corpus() -> Path:
 
 @pytest.fixture(scope="session")
 def fixtures() -> Path:
-    """The checked-in checkpoints."""
+    """Return the folder of the checkpoints in the repository."""
     return FIXTURES
 
 
 @pytest.fixture(scope="module")
 def transformers() -> Iterator[ModuleType]:
-    """The library."""
+    """Yield the transformers library in offline mode."""
     from tests.support.tiny_models import transformers_offline
 
     with transformers_offline() as library:
@@ -200,7 +205,7 @@ def transformers() -> Iterator[ModuleType]:
 
 @pytest.fixture(params=["gpt2", "llama"])
 def model(request: pytest.FixtureRequest, transformers: ModuleType) -> Any:
-    """A tiny model of it, with tied embeddings and without."""
+    """Return a tiny model of transformers: gpt2 with tied embeddings, or llama without."""
     from tests.support.tiny_models import tiny_model
 
     return tiny_model(transformers, request.param)
@@ -208,7 +213,9 @@ def model(request: pytest.FixtureRequest, transformers: ModuleType) -> Any:
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders that four processes save with torch.distributed.checkpoint (:mod:`tests.support.dcp_ranks`)."""
+    """Return the folders that four processes save with torch.distributed.checkpoint
+    (:mod:`tests.support.dcp_ranks`).
+    """
     if not HAS_TORCH:
         pytest.skip("needs torch")
     folder = tmp_path_factory.mktemp("ranks")

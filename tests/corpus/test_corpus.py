@@ -1,8 +1,7 @@
-"""Other people's checkpoints: every file of the corpus is converted, or refused for what it is; torch is the judge
-where its safe loader takes the source.
+"""Tests with third-party checkpoints. Every file of the corpus is converted, or refused with a reason that fits.
 
-State dicts go to safetensors and back, the corpus's safetensors files to torch's format and back, with the safetensors
-library as the second judge.
+The outputs are compared with torch if its safe loader reads the source. State dicts are converted to safetensors and
+back, and safetensors files are converted to torch's format and back. The safetensors library also reads these outputs.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from tests.support.judge import assert_same, refusal, tags_of
 
 @pytest.fixture(scope="module")
 def everything(corpus: Path) -> list[dict[str, str]]:
-    """All rows of manifest.csv, with the whole path. The largest file has 4 MB, so none is left out."""
+    """Return all rows of manifest.csv with absolute paths. The largest file has only 4 MB, so all files are used."""
     with (corpus / "manifest.csv").open(newline="") as file:
         rows = [{**row, "path": str(corpus / row["path"])} for row in csv.DictReader(file)]
     assert len(rows) > 70
@@ -64,22 +63,23 @@ def everything(corpus: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def checkpoints(everything: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Those that are torch's zip format."""
+    """Return the rows of the files in torch's zip format."""
     return [row for row in everything if row["container"].startswith("zip")]
 
 
 @pytest.fixture(scope="module")
 def legacy(everything: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Those in torch's format from before 1.6."""
+    """Return the rows of the files in torch's format from before 1.6."""
     return [row for row in everything if row["container"] == "legacy-pt"]
 
 
 @pytest.mark.slow
-def test_equal_where_torch_can_load(
+def test_retagged_files_load_as_equal_objects(
     checkpoints: list[dict[str, str]], legacy: list[dict[str, str]], tmp_path: Path
 ) -> None:
-    """``to cpu``: what torch's safe loader gives is equal, and every tag says cpu; ``to cuda:1``: equal again, and
-    every tag says cuda:1. From both formats, to both.
+    """A conversion to cpu or cuda:1 keeps what torch's safe loader reads, and all location tags become that device.
+
+    The files of both torch formats are converted to both formats.
     """
     judged: Counter[str] = Counter()
     for row in [*checkpoints, *legacy]:
@@ -97,8 +97,8 @@ def test_equal_where_torch_can_load(
 
 
 def test_legacy_files_stay_the_same_bytes(legacy: list[dict[str, str]], tmp_path: Path) -> None:
-    """Written as they came, files that torch 0.4 and later wrote with Python 3 are the same
-    bytes; by way of a zip, the same tensors.
+    """Without edits, files that torch 0.4 and later wrote with Python 3 stay identical in the legacy format. A
+    conversion to the zip format and back keeps all tensors.
     """
     same = 0
     for row in legacy:
@@ -112,7 +112,7 @@ def test_legacy_files_stay_the_same_bytes(legacy: list[dict[str, str]], tmp_path
 
 
 def tensors_of(path: Path) -> dict[str, tuple[Any, ...]]:
-    """What stands where in the file at `path`: dtype, shape, stride, device, and the bytes of the storage."""
+    """Return the properties and storage bytes of each tensor in the file at `path`."""
     with Source(path) as source:
         return {
             place: (
@@ -129,9 +129,9 @@ def tensors_of(path: Path) -> dict[str, tuple[Any, ...]]:
         }
 
 
-def test_graphs_are_equal_but_for_the_tags(checkpoints: list[dict[str, str]], tmp_path: Path) -> None:
-    """Of every file, loadable or not, the pickle says the same in the same order with the
-    same sharing; records have the same bytes.
+def test_only_location_tags_of_graphs_change(checkpoints: list[dict[str, str]], tmp_path: Path) -> None:
+    """In every file, a retag changes only the location tags of the graph. Sharing and order stay the same, and the
+    records keep their bytes.
     """
     for row in checkpoints:
         for device in ("cpu", "cuda:1"):
@@ -143,31 +143,31 @@ def test_graphs_are_equal_but_for_the_tags(checkpoints: list[dict[str, str]], tm
 
 
 def test_without_edits_the_pickle_is_the_same_bytes(checkpoints: list[dict[str, str]], tmp_path: Path) -> None:
-    """Every pickle in the corpus is written again byte for byte."""
+    """A conversion without edits writes every pickle of the corpus with the same bytes."""
     for row in checkpoints:
         ckptconv.convert(row["path"], tmp_path / "dst.pt", force=True)
         assert records(Path(row["path"]))["data.pkl"] == records(tmp_path / "dst.pt")["data.pkl"], row["path"]
 
 
 def test_the_manifest_agrees(checkpoints: list[dict[str, str]], legacy: list[dict[str, str]]) -> None:
-    """Storages, tensors, tags and dtypes are as many as the manifest counts: one tag and one dtype for each storage."""
+    """The numbers of storages, tensors, location tags and dtypes are those of the manifest."""
     for row in [*checkpoints, *legacy]:
         checkpoint = read(Path(row["path"]))
         storages = checkpoint.storages.values()
         kinds = {info.storage: info.dtype for info in checkpoint.tensors.values() if info.storage}
         rebuilt = {id(call) for call in checkpoint.graph.calls if str(call.callable) in STRIDED}
-        tensors = len(rebuilt) if row in legacy else len(checkpoint.tensors)  # it counts none twice in old files
+        tensors = len(rebuilt) if row in legacy else len(checkpoint.tensors)  # each counted once in old files
         assert (len(storages), tensors) == (int(row["n_storages"]), int(row["n_tensors"])), row["path"]
         assert Counter(storage.device for storage in storages) == counts(row["locations"]), row["path"]
         assert Counter(kinds.values()) == counts(row["dtypes"]), row["path"]
 
 
-# safetensors, there and back
+# Conversions to safetensors and back
 
 
 def test_state_dicts_to_safetensors_and_back(checkpoints: list[dict[str, str]], tmp_path: Path) -> None:
-    """Where there is one state dict, the library and torch read from the outputs what the source's records hold, and
-    what its safe loader gives.
+    """The tensors of a state dict are those of the source's records and of torch's safe loader, in safetensors and in
+    torch's format after the way back. A second conversion to safetensors gives the same file.
     """
     there, back = tmp_path / "there.safetensors", tmp_path / "back.pt"
     judged: Counter[str] = Counter()
@@ -202,8 +202,8 @@ def test_state_dicts_to_safetensors_and_back(checkpoints: list[dict[str, str]], 
 
 
 def test_safetensors_files_to_torch_and_back(everything: list[dict[str, str]], tmp_path: Path) -> None:
-    """The library reads the same tensors from what came back, and torch from what it went
-    through; without edits the metadata stays.
+    """A safetensors file is converted to torch's format with new location tags, and back to safetensors. All tensors
+    stay equal. A conversion without edits keeps the metadata.
     """
     files = [row["path"] for row in everything if row["container"] == "safetensors"]
     assert len(files) == 6
@@ -263,8 +263,8 @@ REASONS = {
 
 
 def test_every_outcome_is_a_file_or_a_reason(everything: list[dict[str, str]], tmp_path: Path) -> None:
-    """Every file of every container is inspected and converted, or refused with a reason that is
-    right for it, and then nothing is written.
+    """Every file is inspected and converted, or refused with a reason that fits. A refused conversion writes no
+    file.
     """
     table: dict[str, dict[str, Counter[str]]] = {}
     for i, row in enumerate(everything):
@@ -285,8 +285,8 @@ def test_every_outcome_is_a_file_or_a_reason(everything: list[dict[str, str]], t
     assert {c: {t: dict(n) for t, n in kinds.items()} for c, kinds in table.items()} == OUTCOMES
 
 
-def test_each_is_the_same_as_itself(everything: list[dict[str, str]]) -> None:
-    """With all bytes read, also where both have equal checksums."""
+def test_each_file_is_the_same_as_itself(everything: list[dict[str, str]]) -> None:
+    """Every readable file is the same as itself if all bytes are compared."""
     compared = 0
     for row in everything:
         with suppress(CkptconvError):
@@ -296,10 +296,11 @@ def test_each_is_the_same_as_itself(everything: list[dict[str, str]]) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_only_data_loads(everything: list[dict[str, str]], tmp_path: Path) -> None:
-    """``--loadable``: what torch's safe loader took is what it was; of what it refused, what is only data loads now.
+def test_loadable_outputs_load(everything: list[dict[str, str]], tmp_path: Path) -> None:
+    """With ``--loadable``, no file that torch's safe loader reads is refused, and its output is equal. Some refused
+    files load afterwards.
 
-    The rest is refused, and a command that leaves something out works.
+    If a file is still refused and the hint contains a command, this command works and its output loads.
     """
     out = tmp_path / "out.pt"
     counts: Counter[tuple[str, str]] = Counter()
@@ -326,9 +327,9 @@ def test_what_is_only_data_loads(everything: list[dict[str, str]], tmp_path: Pat
     assert counts["refused", "loads"] >= 5 and not counts["loads", "refused"]
 
 
-def test_those_without_a_state_dict_have_none(checkpoints: list[dict[str, str]], tmp_path: Path) -> None:
-    """Where the safe loader takes what is refused, no mapping in it, but in an
-    optimizer, holds names and tensors alone.
+def test_refused_checkpoints_contain_no_state_dict(checkpoints: list[dict[str, str]], tmp_path: Path) -> None:
+    """If a conversion to safetensors is refused, no mapping in the loaded checkpoint contains only names and tensors,
+    except in optimizers.
     """
     judged = 0
     for row in checkpoints:
@@ -343,7 +344,7 @@ def test_those_without_a_state_dict_have_none(checkpoints: list[dict[str, str]],
 
 
 def state_dicts_in(value: Any) -> Iterator[dict[str, Any]]:
-    """The mappings of strings to tensors alone in `value`, but for an optimizer's."""
+    """Yield the mappings in `value` that contain only tensors with strings as keys, except those in optimizers."""
     if isinstance(value, dict) and not {"state", "param_groups"} <= value.keys():
         kinds = {(type(key), isinstance(item, torch.Tensor)) for key, item in value.items()}
         if kinds == {(str, True)}:
@@ -356,20 +357,20 @@ def state_dicts_in(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def state_dict_path(path: str) -> str:
-    """Where the state dict stands that is meant: the only one, or that with a usual name."""
+    """Return the path of the state dict that a conversion uses: the only one, or the one with a usual name."""
     paths = [found.path for found in ckptconv.inspect(path).state_dicts]
     return paths[0] if len(paths) == 1 else next(p for p in paths if p in ("state_dict", "model", "model_state_dict"))
 
 
 def at_path(value: Any, path: str) -> Any:
-    """What stands at `path` in a loaded checkpoint: keys and indices."""
+    """Return the item at `path` in the loaded checkpoint `value`. The path consists of keys and indices."""
     for word in re.findall(r"\[\d+\]|[^/\[]+", "" if path == "." else path):
         value = value[int(word[1:-1]) if word[0] == "[" else word]
     return value
 
 
 def tensors_at(path: str, state_dict: str) -> dict[str, torch.Tensor]:
-    """The tensors of `state_dict` as views of the bytes that torch reads from the records of `path`."""
+    """Return the tensors of `state_dict` as views of the bytes that torch reads from the records of `path`."""
     infos = read(Path(path)).tensors
     found = {}
     data = {key: bytearray(record) for key, record in records(Path(path)).items()}
@@ -382,7 +383,7 @@ def tensors_at(path: str, state_dict: str) -> dict[str, torch.Tensor]:
 
 
 def assert_equal_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """What is `found` is wanted, bit for bit; ties may be missing."""
+    """Fail unless each tensor in `found` is in `wanted` with the same dtype, shape and bytes."""
     assert found.keys() <= wanted.keys()
     for name, tensor in found.items():
         assert (tensor.dtype, tensor.shape) == (wanted[name].dtype, wanted[name].shape), name
@@ -391,24 +392,24 @@ def assert_equal_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch
 
 
 def counts(text: str) -> Counter[str]:
-    """``cuda:0x188 cpux1`` as numbers."""
+    """Return a text such as ``cuda:0x188 cpux1`` as a counter."""
     return Counter({kind: int(n) for kind, n in (word.rsplit("x", 1) for word in text.split())})
 
 
 def records(path: Path) -> dict[str, bytes]:
-    """The records of the checkpoint at `path`, as torch reads them."""
+    """Return the records of the checkpoint at `path`, read by torch."""
     reader = torch._C.PyTorchFileReader(str(path))
     return {name: reader.get_record(name) for name in reader.get_all_records()}
 
 
 def graph(pickle: bytes) -> tuple[Graph, bytes]:
-    """`pickle`'s graph, and its bytes, in which the long texts are."""
+    """Return the graph of `pickle`, and its bytes, which contain the long strings."""
     return parse(lambda offset, n: pickle[offset : offset + n], len(pickle), where="pickle")[0], pickle
 
 
 def assert_same_graph(left: tuple[Graph, bytes], right: tuple[Graph, bytes], tag: str) -> None:
-    """Fail unless two graphs correspond node for node, what happens in them in the same order,
-    where the right one's storages are on `tag`.
+    """Fail unless both graphs correspond node by node, in the same order. Only the location tags differ: in the right
+    graph, all of them are `tag`.
     """
     partner: dict[int, int] = {}
     back: dict[int, int] = {}
@@ -419,7 +420,7 @@ def assert_same_graph(left: tuple[Graph, bytes], right: tuple[Graph, bytes], tag
         a, b = todo.pop()
         assert type_of(a) is type_of(b)
         if not isinstance(a, Node):
-            assert repr(a) == repr(b)  # NaN, 1 and True
+            assert repr(a) == repr(b)  # repr compares NaN, and tells 1 from True
             continue
         assert partner.setdefault(id(a), id(b)) == id(b), "sharing differs"
         known = id(b) in back
@@ -435,12 +436,12 @@ def assert_same_graph(left: tuple[Graph, bytes], right: tuple[Graph, bytes], tag
 
 
 def without_tag(storage: Tuple) -> list[Value]:
-    """A persistent id but for its location; its tuple is the pickle's own, shared with nothing."""
+    """Return the items of a persistent id without the location tag. Its tuple is compared by items, not by identity."""
     return [*storage.items[:3], *storage.items[4:]]
 
 
 def own_facts(node: Node, pickle: bytes) -> Any:
-    """What `node` says beside its parts."""
+    """Return the properties of `node` without its children."""
     if isinstance(node, Global):
         return node.module, node.name
     if isinstance(node, (Py2String, ByteArray)):

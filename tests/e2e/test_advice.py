@@ -1,8 +1,9 @@
-"""Every piece of advice that the package prints is typed as it stands, and what it promises is judged.
+"""All advice that the package prints is executed as printed, and its promised effect is checked.
 
-Each case provokes advice, types what is printed and judges the result. Which places of the package a case types is
-found while it runs (:mod:`tests.support.advice`). A place that no case types has to be in a table: a test of another
-module types it, or there is a reason why nobody does. ``pytest -s -k is_typed`` prints all places.
+Each case provokes a piece of advice, executes the printed text and checks the result. During a run,
+:mod:`tests.support.advice` records which places in the package printed the advice of a case. A place without a case
+must be in the table ``OTHERS``, with the test of another module that executes it, or with a reason. ``pytest -s -k
+is_typed`` prints all places.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.distributed.tensor  # DTensors are loaded here
+import torch.distributed.tensor  # registers the classes that loading DTensors needs
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -56,15 +57,15 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("her
 
 
 class Unknown:
-    """What torch's safe loader does not know."""
+    """A class that torch's safe loader does not know."""
 
 
 class Odd:
-    """An object that stands in no table."""
+    """An object that is in no table."""
 
 
 class Parts(nn.Module):
-    """A model of which one part can be wrapped."""
+    """A model with a part that can be wrapped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class Parts(nn.Module):
 
 
 class Holder(nn.Module):
-    """A model whose part goes through a module called module."""
+    """A model whose part contains a module named "module"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ def net() -> nn.Module:
 
 
 def trained() -> dict[str, Any]:
-    """A training file without its model."""
+    """Return a training checkpoint without its model."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4, 2)).sum().backward()
@@ -96,18 +97,21 @@ def trained() -> dict[str, Any]:
 
 
 def grouped(state: dict[Any, Any], params: list[Any] | None = None) -> dict[str, Any]:
-    """An optimizer with this state, in one group."""
+    """Return an optimizer state dict with `state` and one parameter group."""
     return {"state": state, "param_groups": [{"params": params or [*state]}]}
 
 
 def lightning(model: nn.Module, **others: Any) -> dict[str, Any]:
-    """What Lightning saves of a module with `model` in it."""
+    """Return the checkpoint that Lightning saves for a module that contains `model`."""
     module = nn.ModuleDict({"model": model, **others})
     return {"pytorch-lightning_version": "2.6", "epoch": 1, "state_dict": module.state_dict(), "optimizer_states": []}
 
 
 def distributed(shard: bool = False) -> dict[str, Any]:
-    """The state dict of `net` as DTensors of one process, whole, or of more of which one is here."""
+    """Save the state dict of `net` as DTensors of the first of two processes to parts.tmp. Return an empty dict.
+
+    The DTensors are replicated, or sharded if `shard` is true.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -126,7 +130,7 @@ def distributed(shard: bool = False) -> dict[str, Any]:
     return {}
 
 
-# What is promised
+# Checks of promised results
 
 
 def loads(made: Path) -> Any:
@@ -134,7 +138,7 @@ def loads(made: Path) -> Any:
 
 
 def fits(model: Callable[[], nn.Module] = net, *keys: str) -> Callable[[Path], None]:
-    """The file, or what is under `keys` in it, goes into a fresh model, every name of it."""
+    """Return a check that a new model loads the output, or the item under `keys` in it, with ``strict=True``."""
 
     def judge(made: Path) -> None:
         found = load_file(made) if made.suffix == ".safetensors" else loads(made)
@@ -146,7 +150,7 @@ def fits(model: Callable[[], nn.Module] = net, *keys: str) -> Callable[[Path], N
 
 
 def resumes(made: Path) -> None:
-    """Model and optimizer go on."""
+    """Fail unless model, optimizer and epoch can be restored from `made`."""
     found, model = loads(made), net()
     model.load_state_dict(found["model"], strict=True)
     torch.optim.AdamW(model.parameters()).load_state_dict(found["optimizer"])
@@ -154,7 +158,7 @@ def resumes(made: Path) -> None:
 
 
 def has(*names: str) -> Callable[[Path], None]:
-    """The names of the state dict are these."""
+    """Return a check that the state dict contains exactly these names."""
     return lambda made: _equal(list(load_file(made) if made.suffix == ".safetensors" else loads(made)), list(names))
 
 
@@ -180,16 +184,20 @@ def is_there(name: str) -> Callable[[Path], None]:
 
 
 def nothing(made: Path) -> None:
-    """That it ends well is all that is promised."""
+    """Do nothing: the advice promises only that it runs."""
 
 
-# What is typed
+# Cases
 
 
 @dataclass(frozen=True)
 class Case:
-    """`make` writes the files of the stem that it is given, `words` provokes the advice, `says` finds what to type (its
-    group), and `judge` looks at the file that this made, if it makes one. `instead` is typed for a word in capitals.
+    """A piece of advice, how it is provoked and executed, and how its result is checked.
+
+    `make` writes the files for a given stem. `words` is the command that provokes the advice. `says` is a regular
+    expression, and its group is the text to execute. `promise` describes the effect. `judge` checks the resulting file,
+    if there is one. `instead` replaces placeholders. `made` is the command to which the advice is added, if it is not
+    `words`. A case with `plain` does not allow odd names.
     """
 
     make: Callable[[str], Any]
@@ -199,7 +207,7 @@ class Case:
     judge: Callable[[Path], Any]
     instead: dict[str, str] = field(default_factory=dict)
     made: str | None = None
-    plain: bool = False  # for what takes no odd names
+    plain: bool = False  # does not allow odd names
 
 
 def saved(obj: Callable[[], Any], tags: tuple[str, ...] = ("cpu",), suffix: str = ".pt", **options: Any) -> Any:
@@ -230,7 +238,7 @@ def exists(m: str) -> None:
 
 
 def scaled(*others: str) -> dict[str, torch.Tensor]:
-    """A quantized weight, and others without a scale."""
+    """Return a quantized weight with its scale, and weights named `others` without scales."""
     codes = {name: torch.ones(3, 3).to(torch.float8_e4m3fn) for name in ("a.weight", *others)}
     return codes | {"a.weight_scale_inv": torch.ones(1, 1)}
 
@@ -246,7 +254,7 @@ LINE = r"(ckptconv \w+ .*)"
 FINDING = r"(?:{}.*\n)\s+(ckptconv convert .*)"
 
 CASES: dict[str, Case] = {
-    # tensors that are split and joined
+    # splitting and joining tensors
     "an optimizer whose state cannot be split": Case(
         saved(lambda: {"model": {"w": torch.ones(2)}, "optimizer": grouped({"w": {"rows": torch.ones(1)}})}),
         "convert {m}.pt out.pt --regroup w=a:1,b:1", r"(--drop \S+)", "without it",
@@ -325,7 +333,7 @@ CASES: dict[str, Case] = {
         ),
         "convert {m}.pt out.pt --regroup x.{{e}}=x", LINE, "stored as they are", loads,
     ),
-    # what inspect finds
+    # findings of inspect
     "a GPU that is not here": Case(
         saved(lambda: net().state_dict(), ("cuda:1",)), "inspect {m}.pt", FINDING.format("are on cuda:1"),
         "loads, strict", fits(),
@@ -552,7 +560,7 @@ CASES: dict[str, Case] = {
         r"cuda:0.*\n\s+(ckptconv .*)", "torch.set_rng_state takes it",
         lambda made: torch.set_rng_state(loads(made)["rng_state"]),
     ),
-    # what conversions say
+    # messages of conversions
     "no output": Case(
         saved(weights, ("cuda:0",)), "convert {m}.pt", r"(ckptconv convert \S.* OUT --to cpu)", "loads", same(weights),
         {"OUT": "out.pt"},
@@ -710,7 +718,7 @@ CASES: dict[str, Case] = {
     "old format, a nested tensor": Case(
         saved(lambda: [torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])]),
         "convert {m}.pt out.pt --format legacy", r"(--format pt) writes it", "loads",
-        lambda made: torch.load(made, weights_only=False),  # torch 2.15 no longer takes nested tensors otherwise
+        lambda made: torch.load(made, weights_only=False),  # torch 2.15 refuses nested tensors otherwise
         made="convert {m}.pt out.pt",
     ),
     "a program to another device": Case(
@@ -863,7 +871,7 @@ CASES: dict[str, Case] = {
         "the same",
         nothing,
     ),
-    # what is typed wrong
+    # wrong commands
     "the guess strip": Case(
         saved(lambda: nn.DataParallel(net()).state_dict()), "strip {m}.pt", r"did you mean:\s+(ckptconv .*)",
         "loads, strict, no prefix",
@@ -1033,7 +1041,7 @@ CASES: dict[str, Case] = {
         FINDING.format("contain an inner module."),
         "loads, no prefix", loads,
     ),
-    # more rows
+    # hidden rows
     "more tensors": Case(
         saved(weights), "inspect {m}.pt --limit 1", r"\((--all) shows", "all are shown", nothing, made="inspect {m}.pt",
     ),
@@ -1140,7 +1148,7 @@ def _dcp(m: str) -> None:
 
 
 def _ranks(m: str, name: str = "model", epoch: int = 0) -> None:
-    """The files of three ranks, the last of which is in another epoch."""
+    """Write the files of three ranks. If `epoch` is given, the last rank has this epoch and the others have epoch 1."""
     save_as_ranks(weights(), Path(m), name, 3)
     for rank, number in enumerate((1, 1, epoch) if epoch else ()):
         path = Path(m, f"{name}_world_size_3_rank_{rank}.pt")
@@ -1175,7 +1183,9 @@ NAMES = ("./-it's a $m", "m") if os.environ.get("HYPOTHESIS_PROFILE") == "long" 
 
 
 def typed(line: str, words: list[str], stem: str, case: Case) -> None:
-    """Type what was printed."""
+    """Execute the advice `line` of `case` with the files of `stem`. `words` is the command to which options are
+    added.
+    """
     line = line.replace("(and ", "")
     for word, text in case.instead.items():
         line = re.sub(rf"\b{word}(?!\w)", lambda _, text=text: shlex.quote(text.format(m=stem)), line)
@@ -1206,7 +1216,7 @@ def typed(line: str, words: list[str], stem: str, case: Case) -> None:
 
 
 def provoked(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
-    """What is printed, or said by the error, where `words` are typed."""
+    """Return the output of the command `words`, or the message of its error if it is Python code."""
     if words[0] != "python":
         main(words)
         return "".join(capfd.readouterr())
@@ -1216,7 +1226,7 @@ def provoked(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 
 
 def advised(case: Case, stem: str, capfd: pytest.CaptureFixture[str]) -> re.Match[str]:
-    """The advice, what is to be typed as its group, after the files of `stem` are made and `case.words` are typed."""
+    """Make the files of `stem`, run `case.words`, and return the match of the advice in the output."""
     torch.manual_seed(0)
     case.make(stem)
     capfd.readouterr()
@@ -1230,7 +1240,9 @@ def advised(case: Case, stem: str, capfd: pytest.CaptureFixture[str]) -> re.Matc
 @pytest.mark.parametrize("stem", NAMES, ids=lambda stem: "plain" if stem == "m" else "odd")
 @pytest.mark.parametrize("name", CASES)
 def test_advice(name: str, stem: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """It is printed, it runs as it stands, and it gives what it promises; also if the file has an odd name."""
+    """The advice of each case is printed, runs unchanged, and has the promised effect, also for a file with an odd
+    name.
+    """
     case = CASES[name]
     line = advised(case, stem, capfd)[1]
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
@@ -1367,8 +1379,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("test", sorted({each for each in chain(*OTHERS.values()) if "::" in each}))
-def test_elsewhere_is_there(test: str) -> None:
-    """The tests that the table names."""
+def test_tests_in_the_table_exist(test: str) -> None:
+    """The tests that are named in the table exist."""
     path, _, name = test.partition("::")
     tree = ast.parse((ROOT / "tests/unit" / path).read_text())
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -1378,7 +1390,9 @@ def test_elsewhere_is_there(test: str) -> None:
 def test_every_advice_is_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By a case here or by a test of another module, unless a table says why not. The tables have nothing else."""
+    """Every place that prints advice has a case, or an entry in the table with another test or a reason. The table
+    contains no other entries.
+    """
     by: dict[Place, str] = {}
     for number, (name, case) in enumerate(CASES.items()):
         (here := tmp_path / str(number)).mkdir()
@@ -1401,8 +1415,8 @@ HARMLESS = {
 
 
 def test_programs_that_messages_name() -> None:
-    """Each is in the table of those that run nothing from the current folder; a Python command has -I, or the whole
-    path of a script.
+    """Every program in a message is in the table of programs that run nothing from the current folder. Python commands
+    have the option -I, or the absolute path of a script.
     """
     said: list[list[str]] = []
     for path in sorted(Path(ckptconv.__file__).parent.rglob("*.py")):
@@ -1423,8 +1437,10 @@ def test_programs_that_messages_name() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["npy", "npz", "records", "pointer", "folder of pointers"])
 def test_a_command_runs_nothing_from_its_folder(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """What is printed about a file is pasted in its folder, where somebody has put modules with the names of Python's
-    and torch's, and a git repository with an alias.
+    """A printed command runs no code from the current folder or from the folder of the file.
+
+    Both folders contain a git repository with aliases that run a program. The current folder also contains modules with
+    the names of torch, numpy, ckptconv and the standard library.
     """
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
     Path("m").mkdir()

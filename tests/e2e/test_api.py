@@ -1,4 +1,4 @@
-"""The public names: all exported, documented, typed as users write them, and nothing else."""
+"""The public names: they are exported and documented, and examples run. No other names are public."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SNIPPETS = sorted((SUPPORT / "snippets").glob("*.py"))
 
 
 def test_every_name_is_exported_and_nothing_else() -> None:
-    """``__all__`` is sorted, each name in it is there, and what is there beside it is a module or private."""
+    """``__all__`` is sorted, and each of its names exists. The package has no other public names, except modules."""
     assert ckptconv.__all__ == sorted(ckptconv.__all__, key=lambda name: (not name[0].isupper(), name))
     for name in ckptconv.__all__:
         assert getattr(ckptconv, name) is not None
@@ -34,14 +34,14 @@ def test_every_name_is_exported_and_nothing_else() -> None:
 
 
 def test_every_error_is_public() -> None:
-    """Who catches one need not know a module."""
+    """All exceptions can be caught without the import of a submodule."""
     classes = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
     classes = {name for name in classes if not name.startswith("_")}
     assert classes <= set(ckptconv.__all__)
 
 
 def test_every_public_name_is_documented() -> None:
-    """Each function and class has a docstring; each parameter of a function stands in it."""
+    """Each public function and class has a docstring. The docstring of a function describes its parameters."""
     for name in ckptconv.__all__:
         value = getattr(ckptconv, name)
         if not (inspect.isfunction(value) or inspect.isclass(value)):
@@ -58,8 +58,8 @@ def test_every_public_name_is_documented() -> None:
 
 
 @pytest.mark.slow
-def test_importing_it_does_not_import_torch() -> None:
-    """Nor do the functions that need none; the names that need it are there."""
+def test_import_does_not_import_torch() -> None:
+    """The import of ckptconv does not import torch. Names that need torch import it on first use."""
     code = """
 import sys, ckptconv
 assert "torch" not in sys.modules
@@ -72,14 +72,14 @@ assert callable(ckptconv.remap) and "torch" in sys.modules
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda path: path.stem)
 def test_snippets_run(snippet: Path, fixtures: Path, here: Path) -> None:
-    """As they stand, on files of the kind that they name."""
+    """Each snippet runs unchanged on files with the names in it."""
     for name, fixture in (("ddp", "dataparallel"), ("two_gpus", "two_gpus"), ("training", "training")):
         shutil.copy(fixtures / f"{fixture}.pt", here / f"{name}.pt")
     runpy.run_path(str(snippet))
 
 
 def test_a_program_that_reads_many_files_does_not_grow(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Garbage is collected, although each call moves all objects to the oldest generation."""
+    """Repeated calls do not accumulate objects, although each call moves all objects to the oldest generation."""
     monkeypatch.setattr(graph, "_MOST_MOVED", 3000)
     ckptconv.inspect(fixtures / "tied.pt")
     gc.collect()

@@ -1,6 +1,4 @@
-"""What people read about moving models between devices, each as a test: on location tags
-everywhere, and on GPUs where there are some.
-"""
+"""Common ways to move models between devices. Location tags are tested everywhere, real devices only with GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from tests.support.judge import assert_same, tags_of
 
 
 def needs_gpus(count: int) -> Callable[[Any], Any]:
-    """A test that runs where torch sees `count` GPUs."""
+    """Return a decorator that skips a test if torch finds fewer than `count` GPUs."""
 
     def marked(test: Any) -> Any:
         lacking = pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
@@ -32,7 +30,7 @@ def needs_gpus(count: int) -> Callable[[Any], Any]:
 
 
 class Block(nn.Module):
-    """Two convolutions and the way around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -42,13 +40,13 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` and what the convolutions make of it."""
+        """Return `x` plus the output of the convolutions."""
         inner = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
         return torch.relu(x + inner)
 
 
 class ResNet(nn.Module):
-    """A small one, in the two parts that people wrap: ``features`` and ``classifier``."""
+    """A small ResNet with two parts that users wrap: ``features`` and ``classifier``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +56,7 @@ class ResNet(nn.Module):
         self.classifier = nn.Linear(8, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The logits."""
+        """Return the logits."""
         logits: torch.Tensor = self.classifier(self.features(x).flatten(1))
         return logits
 
@@ -69,14 +67,14 @@ Training = tuple[ResNet, nn.Module, torch.optim.Optimizer]
 
 
 def training(seed: int = 0) -> Training:
-    """A new model, criterion and optimizer. The criterion has weights, which are on a device too."""
+    """Return a new model, criterion and optimizer. The criterion has weights, which are also on a device."""
     torch.manual_seed(seed)
     model = ResNet()
     return model, nn.CrossEntropyLoss(weight=torch.arange(1.0, 6.0)), torch.optim.Adam(model.parameters(), lr=0.01)
 
 
 def step(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer, device: str = "cpu") -> float:
-    """One step of training; the loss before it."""
+    """Train one step and return the loss before it."""
     optimizer.zero_grad()
     loss: torch.Tensor = criterion(model(IMAGES.to(device)), LABELS.to(device))
     loss.backward()
@@ -85,7 +83,7 @@ def step(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimize
 
 
 def checkpoint_of(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a training script saves."""
+    """Return the checkpoint that a training script saves."""
     return {
         "model": model.state_dict(),
         "criterion": criterion.state_dict(),
@@ -95,7 +93,7 @@ def checkpoint_of(model: nn.Module, criterion: nn.Module, optimizer: torch.optim
 
 
 def restored(path: Path, **kwargs: Any) -> Training:
-    """A new model, criterion and optimizer that went on from the checkpoint in `path`."""
+    """Return a new model, criterion and optimizer with the state of the checkpoint at `path`."""
     model, criterion, optimizer = training(seed=1)
     loaded = torch.load(path, weights_only=True, **kwargs)
     model.load_state_dict(loaded["model"])
@@ -105,13 +103,13 @@ def restored(path: Path, **kwargs: Any) -> Training:
 
 
 def logits(model: nn.Module, device: str = "cpu") -> torch.Tensor:
-    """What the model says, on the CPU."""
+    """Return the output of `model` on the CPU."""
     with torch.no_grad():
         return model.eval()(IMAGES.to(device)).cpu()
 
 
 def tags(path: Path) -> set[str]:
-    """The location tags in `path`."""
+    """Return the location tags in the file at `path`."""
     return set(tags_of(path, weights_only=True)[1])
 
 
@@ -122,8 +120,8 @@ def tags(path: Path) -> set[str]:
     "there", ["gpu", "cuda", "cuda:0", torch.device("cuda", 0), {"cpu": "cuda:0"}, lambda tag: "cuda:0"]
 )
 def test_a_resnet_to_the_gpus_tags_and_back(tmp_path: Path, there: Any) -> None:
-    """A state dict goes to ``cuda:0`` and back to the CPU on a machine without a GPU: the same values,
-    the same file.
+    """A state dict is converted to ``cuda:0`` and back to the CPU without a GPU. It has the same values, and the file
+    is identical to a direct conversion.
     """
     model, *_ = training()
     torch.save(model.state_dict(), tmp_path / "cpu.pt")
@@ -137,8 +135,8 @@ def test_a_resnet_to_the_gpus_tags_and_back(tmp_path: Path, there: Any) -> None:
 
 @needs_gpus(1)
 def test_a_resnet_to_the_gpu_and_back(tmp_path: Path) -> None:
-    """The file converted to ``gpu`` loads onto the GPU without ``map_location``; what is saved there
-    and converted back is the model that was.
+    """A file that was converted to ``gpu`` loads onto the GPU without ``map_location``. A model that is moved back to
+    the CPU gives the same output.
     """
     model, *_ = training()
     torch.save(model.state_dict(), tmp_path / "cpu.pt")
@@ -158,8 +156,8 @@ def test_a_resnet_to_the_gpu_and_back(tmp_path: Path) -> None:
 
 
 def test_a_training_moves_as_a_whole(tmp_path: Path) -> None:
-    """A checkpoint of model, criterion and optimizer from a GPU, converted to the CPU, goes on
-    with the losses that it would have had.
+    """A checkpoint of model, criterion and optimizer from a GPU is converted to the CPU. The training resumes with the
+    same losses.
     """
     run = training()
     step(*run)
@@ -173,8 +171,8 @@ def test_a_training_moves_as_a_whole(tmp_path: Path) -> None:
 
 @needs_gpus(1)
 def test_a_training_moves_as_a_whole_on_a_gpu(tmp_path: Path) -> None:
-    """In memory, in the middle of a training: one call, and it goes on there; through a file and back,
-    it goes on here.
+    """One call moves model, criterion and optimizer during a training. The training resumes on the GPU, and on the CPU
+    from a converted file.
     """
     run = training()
     step(*run)
@@ -195,7 +193,7 @@ def test_a_training_moves_as_a_whole_on_a_gpu(tmp_path: Path) -> None:
 
 
 def four_parts() -> dict[str, torch.Tensor]:
-    """A part of a model for each of four GPUs."""
+    """Return a tensor for each of four GPUs."""
     return {f"stage{i}.weight": torch.full((3,), float(i)) for i in range(4)}
 
 
@@ -218,8 +216,8 @@ GPUS = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     ],
 )
 def test_four_gpus_by_index(tmp_path: Path, wish: Any, expected: list[str]) -> None:
-    """One GPU for another, all moved by one, two for four, or all on one: each part goes where its tag
-    says, at once.
+    """Each tensor moves to the device that the mapping selects for its location tag. All mappings apply at the same
+    time, so a tensor moves only once.
     """
     zoo.save(four_parts(), tmp_path / "four.pt", tags=GPUS)
     ckptconv.convert(tmp_path / "four.pt", tmp_path / "out.pt", map_location=wish)
@@ -230,7 +228,7 @@ def test_four_gpus_by_index(tmp_path: Path, wish: Any, expected: list[str]) -> N
 
 @needs_gpus(4)
 def test_four_gpus_moved_by_one() -> None:
-    """In memory, where there are four."""
+    """Four tensors on four GPUs are each moved to the next GPU in memory."""
     there = {name: part.to(gpu) for (name, part), gpu in zip(four_parts().items(), GPUS, strict=True)}
     moved = remap(there, {f"cuda:{i}": f"cuda:{(i + 1) % 4}" for i in range(4)})
     assert [part.device.index for part in moved.values()] == [1, 2, 3, 0]
@@ -239,7 +237,9 @@ def test_four_gpus_moved_by_one() -> None:
 
 @needs_gpus(2)
 def test_a_checkpoint_really_saved_under_visible_devices(tmp_path: Path) -> None:
-    """A process that sees the last GPU alone saves it as ``cuda:0``; converted, it loads onto the GPU where it was."""
+    """A process that sees only the last GPU saves its tensors as ``cuda:0``. After a conversion, they load onto the
+    last GPU.
+    """
     last = torch.cuda.device_count() - 1
     code = "import sys, torch; torch.save({'w': torch.ones(3, device='cuda')}, sys.argv[1])"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(last)}
@@ -253,7 +253,7 @@ def test_a_checkpoint_really_saved_under_visible_devices(tmp_path: Path) -> None
 
 
 def wrapped(which: str, model: ResNet) -> nn.Module:
-    """`model` with DataParallel over all of it, or over two of its parts."""
+    """Return `model` with DataParallel around all of it, or around two of its parts."""
     if which == "whole":
         return nn.DataParallel(model)
     model.features = nn.DataParallel(model.features)
@@ -269,13 +269,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("which", WAYS)
 def test_data_parallel_without_a_gpu(tmp_path: Path, which: str) -> None:
-    """``module.`` stands before every name where the model was wrapped, behind ``features`` and ``classifier`` where
-    those were; taken off, a plain model on the CPU takes the weights.
+    """The prefixes of DataParallel are removed, around the whole model or around its parts. A plain model loads the
+    weights on the CPU.
     """
     model, *_ = training()
     expected = logits(model)
     plain = model.state_dict()
-    state = wrapped(which, model).cpu().state_dict()  # where there are GPUs, DataParallel moves what it wraps
+    state = wrapped(which, model).cpu().state_dict()  # with GPUs, DataParallel moves its module
     assert all(name.startswith("module.") if which == "whole" else ".module." in name for name in state)
     zoo.save(state, tmp_path / "gpu.pt", tags=["cuda:0"])
     ckptconv.convert(tmp_path / "gpu.pt", tmp_path / "cpu.pt", map_location="cpu", **WAYS[which])
@@ -290,8 +290,8 @@ def test_data_parallel_without_a_gpu(tmp_path: Path, which: str) -> None:
 @needs_gpus(1)
 @pytest.mark.parametrize("which", WAYS)
 def test_data_parallel_on_gpus(tmp_path: Path, which: str) -> None:
-    """Trained a step under DataParallel on all the GPUs that there are, saved, converted,
-    and loaded by a plain model on the CPU.
+    """A model is trained for one step with DataParallel on all GPUs. After a conversion, a plain model on the CPU loads
+    its weights.
     """
     model, criterion, optimizer = training()
     parallel = wrapped(which, model.to("cuda"))
@@ -304,17 +304,17 @@ def test_data_parallel_on_gpus(tmp_path: Path, which: str) -> None:
     torch.testing.assert_close(logits(other), logits(parallel, "cuda:0"), rtol=1e-3, atol=1e-3)
 
 
-# What lies where
+# Reports of devices
 
 
 def reported(path: Path) -> dict[str, int]:
-    """The bytes on each device, as ``inspect`` says."""
+    """Return the number of bytes on each device, as reported by ``inspect``."""
     return {tag: found.nbytes for tag, found in ckptconv.inspect(path).devices.items()}
 
 
 def test_a_report_of_mixed_devices(tmp_path: Path) -> None:
-    """A model on two GPUs, with a part forgotten on the CPU: the file's header alone says how many bytes are where, and
-    one conversion brings all of it together.
+    """The number of bytes on each device is reported for a file with mixed devices. One conversion moves all tensors to
+    the same device.
     """
     state = {"a": torch.ones(1000), "b": torch.ones(400, dtype=torch.float64), "forgotten": torch.ones(1)}
     zoo.save(state, tmp_path / "mixed.pt", tags=["cuda:0", "cuda:1", "cpu"])
@@ -325,9 +325,9 @@ def test_a_report_of_mixed_devices(tmp_path: Path) -> None:
 
 
 @needs_gpus(1)
-def test_a_report_of_what_is_really_mixed(tmp_path: Path) -> None:
-    """In memory and in the file that torch saves of it: the same bytes on the same
-    devices; one call brings all of it together.
+def test_a_report_of_mixed_devices_in_memory(tmp_path: Path) -> None:
+    """``devices`` and ``inspect`` report the same bytes for a model on mixed devices and for its file. One call moves
+    the model to one device.
     """
     model, *_ = training()
     model.features.to("cuda:0")
@@ -343,7 +343,7 @@ def test_a_report_of_what_is_really_mixed(tmp_path: Path) -> None:
 
 @needs_gpus(2)
 def test_a_report_of_two_gpus() -> None:
-    """A model over two GPUs, moved onto the second."""
+    """A model on two GPUs is moved to the second one."""
     model, *_ = training()
     model.features.to("cuda:0")
     model.classifier.to("cuda:1")

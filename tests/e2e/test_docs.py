@@ -1,4 +1,4 @@
-"""The documentation holds: every command and flag stands in it, what it shows runs, and every link leads somewhere."""
+"""Tests of the documentation: it describes every command and flag, its examples run, and its links exist."""
 
 from __future__ import annotations
 
@@ -36,21 +36,23 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def shell_lines() -> list[str]:
-    """The commands of the README and of the page of options, without what is said beside them."""
+    """Return the commands in the README and on the page of options, without their explanations."""
     return list(
         dict.fromkeys(re.findall(r"^(?:\| `)?(ckptconv .*?)(?:   .*|` \|.*)?$", README + OPTIONS, re.MULTILINE))
     )
 
 
-def test_the_readme_is_read_in_three_minutes() -> None:
-    """And its first shell block is the two commands that do all the set-up."""
+def test_the_readme_is_short() -> None:
+    """The README has at most 1,500 words. The first shell block has two lines: the first converts a checkpoint, and the
+    second runs the tests.
+    """
     assert len(README.split()) <= 1500
     first = re.findall(r"^```sh\n(.*?)```", README, re.MULTILINE | re.DOTALL)[0].splitlines()
     assert len(first) == 2 and "ckptconv convert" in first[0] and "pytest" in first[1]
 
 
-def test_every_link_leads_somewhere() -> None:
-    """Links to other pages and files; those to other hosts are not followed."""
+def test_every_relative_link_exists() -> None:
+    """All links to other pages and files exist. Links to other hosts are not followed."""
     seen = 0
     for page in PAGES:
         text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -69,15 +71,15 @@ _UNUSED = {
 
 
 def test_plain_words() -> None:
-    """On every page, and in the package."""
+    """No page and no module of the package contains an avoided word."""
     for path in [*PAGES, *(ROOT / "ckptconv").rglob("*.py")]:
         if path.name != "CHANGELOG.md":
             found = re.search(rf"(?i)\b({'|'.join(_UNUSED)})\b", path.read_text())
             assert not found, (path, found[0], _UNUSED[found[0].lower()])
 
 
-def test_every_page_stands_in_a_table_of_contents() -> None:
-    """Of each index; `sphinx-build -W` refuses others too."""
+def test_every_page_is_in_a_table_of_contents() -> None:
+    """Every page is in the table of contents of an index. `sphinx-build -W` also checks this."""
     listed = set()
     for index in (ROOT / "docs").rglob("index.md"):
         for block in re.findall(r"^```\{toctree\}\n(.*?)```", index.read_text(), re.MULTILINE | re.DOTALL):
@@ -86,22 +88,22 @@ def test_every_page_stands_in_a_table_of_contents() -> None:
     assert listed == {page.resolve() for page in (ROOT / "docs").rglob("*.md")} - {ROOT / "docs/index.md"}
 
 
-def test_the_page_of_versions_has_the_rows_of_the_runs() -> None:
-    """``.ci/versions`` writes both."""
+def test_the_page_of_versions_is_current() -> None:
+    """The page of versions contains the current rows. ``.ci/versions`` writes both."""
     assert versions.page(versions.rows()) in versions.PAGE.read_text()
 
 
 def test_an_index_lists_its_pages_by_their_titles() -> None:
-    """As links, which a reader of the repository can follow and search, where the table of contents is only names."""
+    """Each index lists its pages by title, as links. The repository shows a table of contents only as names."""
     for index in ((ROOT / "docs" / name / "index.md") for name in ("fix", "how-to", "reference")):
-        text = index.read_text().replace("\n  ", " ")  # a title may be longer than a line
+        text = index.read_text().replace("\n  ", " ")  # a title may be longer than one line
         listed = re.findall(r"^- \[(.*)\]\((.*)\)$", text, re.MULTILINE)
         pages = (page for page in index.parent.glob("*.md") if page != index)
         assert sorted(listed) == sorted((page.read_text().splitlines()[0][2:], page.name) for page in pages)
 
 
 def test_every_command_and_flag_is_documented() -> None:
-    """A command or flag that the page of options does not name fails."""
+    """Every command has a help text and an example, and the page of options names every command and flag."""
     context = click.Context(cli)
     for name in cli.list_commands(context):
         command = cli.get_command(context, name)
@@ -117,7 +119,7 @@ def test_every_command_and_flag_is_documented() -> None:
 
 
 def test_the_manual_page_has_every_flag() -> None:
-    """``sphinx-build -b man docs docs/man`` makes it anew."""
+    """The manual page contains every flag. ``sphinx-build -b man docs docs/man`` generates the page."""
     page = (ROOT / "docs/man/ckptconv.1").read_text().replace("\\-", "-")
     context = click.Context(cli)
     for name in cli.list_commands(context):
@@ -130,7 +132,7 @@ def test_the_manual_page_has_every_flag() -> None:
 
 @pytest.mark.slow
 def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each command line of these ends with status 0 on files of the kind that it names."""
+    """Each command in the README and on the page of options ends with exit status 0 on suitable files."""
     assert len(shell_lines()) >= 35
     for line in shell_lines():
         folder = tmp_path / str(abs(hash(line)))
@@ -171,7 +173,7 @@ def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch:
 
 
 def test_python_in_the_readme_runs(here: Path, fixtures: Path) -> None:
-    """The Python example runs as it stands, pasted whole."""
+    """The Python example in the README runs unchanged."""
     shutil.copy(fixtures / "dataparallel.pt", "a.pt")
     (code,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
@@ -181,7 +183,7 @@ def test_python_in_the_readme_runs(here: Path, fixtures: Path) -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    """Each function with all the parameters that the table says it has."""
+    """The API reference contains every public name, and the parameters in its tables exist."""
     for name in ckptconv.__all__:
         assert name in ("__version__", "MapLocation") or f":: ckptconv.{name}\n" in API, name
         value = getattr(ckptconv, name)
@@ -194,7 +196,7 @@ def test_every_public_name_is_documented() -> None:
 
 @pytest.mark.parametrize("command", ["inspect", "convert", "verify", "diff"])
 def test_every_key_of_the_json_is_documented(command: str, here: Path, fixtures: Path) -> None:
-    """And each that the page names is there."""
+    """The documented keys of the JSON output are exactly the printed keys."""
     shutil.copy(fixtures / "training.pt", "a.pt")
     words = {"convert": ["b.pt", "--to", "cpu"], "diff": ["a.pt"]}.get(command, [])
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -206,8 +208,8 @@ def test_every_key_of_the_json_is_documented(command: str, here: Path, fixtures:
     assert named | {"schema_version"} == json.loads(out.getvalue()).keys()
 
 
-def test_the_picture_is_what_inspect_shows() -> None:
-    """The lines of the SVG are those that are drawn today."""
+def test_the_picture_matches_the_output_of_inspect() -> None:
+    """The SVG contains the current output of ``inspect``."""
     script = runpy.run_path(str(ROOT / "docs" / "make_picture.py"))
     drawn = "".join(re.sub(r"\x1b\[[0-9;]*m", "", line) for line in script["drawn"]())
     shown = re.findall(r"<text[^>]*>(.*?)</text>", (ROOT / "docs" / "inspect.svg").read_text())
@@ -216,7 +218,7 @@ def test_the_picture_is_what_inspect_shows() -> None:
 
 
 def test_the_packages_of_the_design_page_exist() -> None:
-    """Each package and module at the top stands in its table, and so does the module to start with."""
+    """The table of the design page lists every top-level package and module, and the suggested first modules exist."""
     table = re.findall(
         r"^\| (`[^|]*`) \| .* \| (?:`(\w+)`)? ?\|$", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE
     )
@@ -229,6 +231,6 @@ def test_the_packages_of_the_design_page_exist() -> None:
 
 
 def test_changelog_and_version() -> None:
-    """The changelog speaks of what is unreleased or of this version."""
+    """The changelog contains a section for unreleased changes or for this version."""
     text = (ROOT / "CHANGELOG.md").read_text()
     assert "## [Unreleased]" in text or f"## [{ckptconv.__version__}]" in text

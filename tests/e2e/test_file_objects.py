@@ -1,6 +1,4 @@
-"""File objects in place of paths: everything that people save is the same through an ``io.BytesIO``, and an object that
-cannot be read or written by position is refused with what to do.
-"""
+"""File objects instead of paths: they give the same results, and unsuitable objects are refused with advice."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::Us
 
 
 class Named(io.BytesIO):
-    """A file in memory that says what it is called."""
+    """A file in memory with a name."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path.read_bytes())
@@ -39,7 +37,7 @@ class Named(io.BytesIO):
 
 
 class Plain:
-    """The least that is a file object, which gives a few bytes at a time and writes as few."""
+    """A minimal file object, which reads and writes at most 1,000 bytes at a time."""
 
     def __init__(self, data: bytes = b"") -> None:
         self._file = io.BytesIO(data)
@@ -47,7 +45,7 @@ class Plain:
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         at = self._file.seek(offset, whence)
-        time.sleep(0)  # another thread's turn
+        time.sleep(0)  # let another thread run
         return at
 
     def read(self, size: int, /) -> bytes:
@@ -83,7 +81,7 @@ for _name in zoo.NEEDS_PROTOCOL:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What `call` gives, or the line of the error."""
+    """Return the result of `call`, or its error as a text."""
     try:
         return call()
     except ckptconv.CkptconvError as error:
@@ -91,8 +89,10 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_everything_is_what_it_is_by_its_path(name: str, tmp_path: Path) -> None:
-    """Summary, verdict, tensors and errors, of a file in memory and of a path; torch loads the same from memory."""
+def test_file_objects_give_the_same_results_as_paths(name: str, tmp_path: Path) -> None:
+    """A file in memory gives the same summary, verdict, tensors and errors as its path. torch loads the same tensors
+    from memory.
+    """
     path = tmp_path / name
     SAVED[name](path)
     file = Named(path)
@@ -106,8 +106,10 @@ def test_everything_is_what_it_is_by_its_path(name: str, tmp_path: Path) -> None
     assert file.tell() == 5 and not file.closed
 
 
-def test_any_object_that_reads_and_seeks_will_do() -> None:
-    """One that gives few bytes at a time, one without a name, an open file, a temporary one."""
+def test_any_object_that_reads_and_seeks_is_accepted() -> None:
+    """Any object that reads and seeks is accepted: open and temporary files, and objects without a name or with short
+    reads.
+    """
     path = FIXTURES / "training.pt"
     expected = ckptconv.load(path, "cpu", state_dict=True)
     with path.open("rb") as file, path.open("rb", buffering=0) as raw, tempfile.TemporaryFile() as temporary:
@@ -119,7 +121,7 @@ def test_any_object_that_reads_and_seeks_will_do() -> None:
 
 
 def test_threads_take_turns() -> None:
-    """Tensors of one open file object, read by several threads at once, are those of the file."""
+    """Several threads read the tensors of one open file object at the same time, and get the correct tensors."""
     path = FIXTURES / "resnet18.pt"
     with ckptconv.open(path) as one, ckptconv.open(Plain(path.read_bytes())) as other:
         names = [*one.tensors] * 4
@@ -128,8 +130,8 @@ def test_threads_take_turns() -> None:
                 assert_same(found, one.load(name))
 
 
-def test_nothing_is_looked_for_beside_a_name(tmp_path: Path) -> None:
-    """The undo journal of a file is not that of a file object of the same name."""
+def test_undo_journals_are_not_looked_up_by_name(tmp_path: Path) -> None:
+    """A file object does not use the undo journal of a file with the same name."""
     path = tmp_path / "a.pt"
     ckptconv.save({"a": torch.ones(3)}, path)
     ckptconv.convert(path, in_place=True, map_location="cuda:0")
@@ -141,14 +143,14 @@ def test_nothing_is_looked_for_beside_a_name(tmp_path: Path) -> None:
 
 
 class Forward(io.BytesIO):
-    """What comes from a network."""
+    """A stream that cannot seek, as from a network."""
 
     def seekable(self) -> bool:
         return False
 
 
-def test_messages_name_it_and_commands_have_a_placeholder() -> None:
-    """A command cannot name what has no path."""
+def test_commands_for_a_file_object_contain_a_placeholder() -> None:
+    """The path of a file object in memory is "<file object>". Its commands contain the placeholder FILE."""
     found = ckptconv.inspect(io.BytesIO((FIXTURES / "dataparallel.pt").read_bytes()))
     assert found.path == "<file object>"
     commands = [advice.command or "" for advice in found.findings]
@@ -156,7 +158,7 @@ def test_messages_name_it_and_commands_have_a_placeholder() -> None:
 
 
 class Unreadable(io.BytesIO):
-    """What is open for writing alone."""
+    """A file that is open only for writing."""
 
     name = "out.pt"
 
@@ -165,7 +167,7 @@ class Unreadable(io.BytesIO):
 
 
 class Unwritable(io.BytesIO):
-    """What is open for reading alone."""
+    """A file that is open only for reading."""
 
     def write(self, data: Any, /) -> int:
         raise io.UnsupportedOperation("write")
@@ -191,13 +193,13 @@ def closed() -> io.BytesIO:
 def test_what_cannot_be_read(
     function: Callable[..., object], given: Callable[[], Any], kind: type[ckptconv.CkptconvError], words: str
 ) -> None:
-    """Says why, and what to do."""
+    """An object that cannot be read is refused with the reason, and with advice if there is any."""
     with pytest.raises(kind, match=words):
         function(given())
 
 
 def test_what_changes_while_it_is_read() -> None:
-    """An object that has become shorter, or longer, since it was opened."""
+    """A file object that became shorter or longer since it was opened is refused."""
     data = (FIXTURES / "cpu.pt").read_bytes()
     for change in (lambda file: file.truncate(100), lambda file: (file.seek(0, 2), file.write(b"more"))):
         file = io.BytesIO(data)
@@ -207,8 +209,10 @@ def test_what_changes_while_it_is_read() -> None:
                 opened.load(next(iter(opened.tensors)))
 
 
-def test_what_is_in_several_files_needs_a_path(tmp_path: Path) -> None:
-    """The index of shards, and the metadata of torch.distributed.checkpoint, say so."""
+def test_checkpoints_in_several_files_need_a_path(tmp_path: Path) -> None:
+    """An index of shards, the metadata of torch.distributed.checkpoint and one part of a distributed tensor are
+    refused. The error asks for the path of the index or folder.
+    """
     index = json.dumps({"metadata": {}, "weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
     with pytest.raises(UnsupportedError, match=r"index of a checkpoint in 2 shards.*; give the path of the index$"):
         ckptconv.inspect(io.BytesIO(index.encode()))
@@ -222,13 +226,13 @@ def test_what_is_in_several_files_needs_a_path(tmp_path: Path) -> None:
         ckptconv.load(io.BytesIO(part))
 
 
-# save
+# Saving to file objects
 
 
 @pytest.mark.parametrize("new", [io.BytesIO, Plain], ids=["BytesIO", "least"])
 @pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
 def test_an_object_is_saved_to_memory(new: Callable[[bytes], Any], verify: bool) -> None:
-    """As to a path, from the object's position on; it is left behind what was written."""
+    """An object is saved from the current position of the file object, which is then at the end of the output."""
     obj = {"model": zoo.state_dict(), "epoch": 3}
     file = new(b"before")
     file.seek(6)
@@ -239,8 +243,10 @@ def test_an_object_is_saved_to_memory(new: Callable[[bytes], Any], verify: bool)
     assert report.dst == "<file object>" and bool(report.verified) is verify
 
 
-def test_the_name_of_a_file_object_says_the_format(tmp_path: Path) -> None:
-    """As a path does; `format` says it where there is no name."""
+def test_the_name_of_a_file_object_selects_the_format(tmp_path: Path) -> None:
+    """The suffix of the name selects the format. `format` selects it without a name, and must not contradict the
+    suffix.
+    """
     state = {"a": torch.ones(3)}
     with (tmp_path / "a.safetensors").open("w+b") as file:
         ckptconv.save(state, file)
@@ -254,7 +260,7 @@ def test_the_name_of_a_file_object_says_the_format(tmp_path: Path) -> None:
 
 
 class Full(io.BytesIO):
-    """A file on a disk without space."""
+    """A file on a full disk."""
 
     def write(self, data: Any, /) -> int:
         if self.tell() + len(data) > 1000:
@@ -263,7 +269,7 @@ class Full(io.BytesIO):
 
 
 class Appending(io.BytesIO):
-    """A file that puts everything at its end."""
+    """A file that appends all writes to its end."""
 
     def write(self, data: Any, /) -> int:
         self.seek(0, os.SEEK_END)
@@ -282,20 +288,20 @@ class Appending(io.BytesIO):
     ids=["text", "cannot seek", "closed", "for reading", "full"],
 )
 def test_what_cannot_be_written(given: Callable[[], Any], kind: type[ckptconv.CkptconvError], words: str) -> None:
-    """Says why, and what to do."""
+    """An object that cannot be written is refused with the reason, and with advice if there is any."""
     with pytest.raises(kind, match=words):
         ckptconv.save({"a": torch.ones(1000)}, given())
 
 
-def test_what_writes_elsewhere_than_it_is_told_to() -> None:
-    """A file that is open for appending has its bytes in order, or the error says what it is."""
+def test_objects_that_are_open_for_appending() -> None:
+    """A file object that is open for appending is refused."""
     file = Appending(b"before")
     with pytest.raises(OutputError, match="open for appending"):
         ckptconv.save({"a": torch.ones(3)}, file)
 
 
-def test_what_can_only_be_written_from_start_to_end(tmp_path: Path) -> None:
-    """Small tensors between large ones are written in order, also to a file that cannot go back."""
+def test_objects_that_can_only_be_written_sequentially(tmp_path: Path) -> None:
+    """Small tensors between large ones are written in order to a file that can only be written sequentially."""
     state = {"a": torch.ones(100_000), "b": torch.ones(3), "c": torch.zeros(50_000)}
     with gzip.open(tmp_path / "a.safetensors.gz", "wb") as file:
         ckptconv.save(state, file, format="safetensors")
@@ -307,7 +313,7 @@ def test_what_can_only_be_written_from_start_to_end(tmp_path: Path) -> None:
 
 
 class At:
-    """A path of somebody's own kind."""
+    """An object that implements only ``__fspath__``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -317,7 +323,7 @@ class At:
 
 
 def test_paths_of_any_kind(tmp_path: Path) -> None:
-    """Every public function that takes a path takes what has one."""
+    """Public functions that take a path accept objects with ``__fspath__``."""
     src, out, folder = At(FIXTURES / "two_gpus.pt"), At(tmp_path / "out.pt"), At(tmp_path / "folder")
     ckptconv.convert(src, out, map_location="cpu")
     ckptconv.convert(out, in_place=True, map_location="cuda:1")

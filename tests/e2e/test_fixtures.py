@@ -1,4 +1,4 @@
-"""The checked-in checkpoints: that they can be made again, and that each is what ``fixtures/README.md`` says of it."""
+"""The checkpoints in fixtures/: they can be reproduced, and agree with ``fixtures/README.md``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.judge import assert_same, tags_of
 NAMES = ("cpu", "cuda0", "dataparallel", "dataparallel_features", "resnet18", "tied", "training", "two_gpus")
 
 
-def test_made_again_they_are_the_same_bytes(fixtures: Path, tmp_path: Path) -> None:
-    """``make_fixtures.py`` gives the files as they are checked in, with the torch that made them."""
+def test_fixtures_can_be_reproduced(fixtures: Path, tmp_path: Path) -> None:
+    """``make_fixtures.py`` writes identical files if it runs with the torch version that made them."""
     script = runpy.run_path(str(fixtures / "make_fixtures.py"))
     if torch.__version__.split("+")[0] != script["TORCH"]:
         pytest.skip(f"the fixtures are those of torch {script['TORCH']}")
@@ -28,7 +28,7 @@ def test_made_again_they_are_the_same_bytes(fixtures: Path, tmp_path: Path) -> N
 
 
 def test_readme_describes_every_file(fixtures: Path) -> None:
-    """A row of the table for each checkpoint, a checkpoint for each row, all of them small."""
+    """The table in the README has a row for each checkpoint and no other rows. All files are small."""
     rows = [line.split("`")[1] for line in (fixtures / "README.md").read_text().splitlines() if line.startswith("| `")]
     files = {path.name: path.stat().st_size for path in fixtures.glob("*.pt")}
     assert sorted(rows) == sorted(files) == [f"{name}.pt" for name in NAMES]
@@ -37,7 +37,9 @@ def test_readme_describes_every_file(fixtures: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "training"])
 def test_state_dicts_have_metadata_and_load_safely(fixtures: Path, name: str) -> None:
-    """All but the training checkpoint are a state dict with ``_metadata`` that torch's safe loader takes."""
+    """All fixtures except the training checkpoint are state dicts with ``_metadata``, and torch's safe loader reads
+    them.
+    """
     state: Any = torch.load(fixtures / f"{name}.pt", map_location="cpu", weights_only=True)
     assert type(state) is OrderedDict
     assert "" in state._metadata
@@ -57,12 +59,12 @@ def test_state_dicts_have_metadata_and_load_safely(fixtures: Path, name: str) ->
     ],
 )
 def test_location_tags(fixtures: Path, name: str, tags: dict[str, int]) -> None:
-    """Each storage's tag, as torch reads it; the tied one has a single storage."""
+    """torch reads the expected location tags. The tied checkpoint has only one storage."""
     assert Counter(tags_of(fixtures / f"{name}.pt")[1]) == tags
 
 
 def test_the_same_net_on_other_devices(fixtures: Path) -> None:
-    """cpu, cuda0 and two_gpus differ in their tags alone; DataParallel puts ``module.`` before every name."""
+    """cpu.pt, cuda0.pt and two_gpus.pt contain the same values. The names in dataparallel.pt start with ``module.``."""
     plain, _ = tags_of(fixtures / "cpu.pt")
     assert_same(plain, tags_of(fixtures / "cuda0.pt")[0])
     assert_same(plain, tags_of(fixtures / "two_gpus.pt")[0])
@@ -72,19 +74,19 @@ def test_the_same_net_on_other_devices(fixtures: Path) -> None:
 
 
 def test_dataparallel_over_features(fixtures: Path) -> None:
-    """``module`` is an inner segment of some names and starts none."""
+    """In dataparallel_features.pt, ``module`` is an inner segment of some names, and no name starts with it."""
     state, _ = tags_of(fixtures / "dataparallel_features.pt")
     assert {name.rpartition(".")[0] for name in state} == {"features.module.0", "features.module.2", "classifier.1"}
 
 
 def test_tied(fixtures: Path) -> None:
-    """Two names, one storage."""
+    """Two names in tied.pt share one storage."""
     state, _ = tags_of(fixtures / "tied.pt")
     assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
 
 
 def test_resnet18(fixtures: Path) -> None:
-    """Names and ranks are torchvision's."""
+    """Names and numbers of dimensions are those of torchvision's ResNet-18."""
     state, _ = tags_of(fixtures / "resnet18.pt")
     shapes = {name: len(tensor.shape) for name, tensor in state.items()}
     assert len(shapes) == 122
@@ -94,7 +96,9 @@ def test_resnet18(fixtures: Path) -> None:
 
 
 def test_training(fixtures: Path) -> None:
-    """Model, AdamW, scheduler, epoch, arguments and generator states, each of which goes back to where it came from."""
+    """The training checkpoint contains model, AdamW, scheduler, epoch, arguments and generator states. Model, optimizer
+    and CPU generator can be restored from it.
+    """
     checkpoint, _ = tags_of(fixtures / "training.pt")
     assert list(checkpoint) == ["model", "optimizer", "scheduler", "epoch", "args", "rng_state"]
     assert isinstance(checkpoint["args"], argparse.Namespace)

@@ -1,5 +1,7 @@
-"""Checkpoints that are one dict, as Lightning, mmengine, timm, fairseq, accelerate and averaging trainers write them:
-names change in their state dicts alone, all else stays what it is.
+"""Checkpoints that are one dict, as Lightning, mmengine, timm, fairseq, accelerate and averaging trainers write
+them.
+
+Edits of names change only the state dicts. Everything else stays the same.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _MADE: list[str] = []
 
 
 class AttributeDict(dict):
-    """A dict with its keys as attributes, as Lightning keeps hyperparameters."""
+    """A dict whose keys are also attributes, as Lightning stores hyperparameters."""
 
     def __getattr__(self, key: str) -> Any:
         try:
@@ -35,7 +37,7 @@ class AttributeDict(dict):
 
 
 class History:
-    """A user's or a library's object, which says when it is made again."""
+    """An object of a user or a library. It records when it is unpickled."""
 
     def __init__(self) -> None:
         self.scores, self.best = [0.5, 0.25], torch.tensor([0.25])
@@ -46,11 +48,11 @@ class History:
         self.__dict__.update(state)
 
 
-# What the trainers write, their names with PREFIX before them
+# Checkpoints of the trainers, with `prefix` before the names of their weights
 
 
 def weights(prefix: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The state dict of a small model, or of that which holds it under `prefix`."""
+    """Return the state dict of a small model, or of a module that contains it under `prefix`."""
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     return (nn.ModuleDict({prefix[:-1]: model}) if prefix else model).state_dict()
@@ -61,7 +63,7 @@ def averages(prefix: str) -> dict[str, torch.Tensor]:
 
 
 def optimizer(names: list[str] | None = None) -> dict[str, Any]:
-    """Adam's state after a step; keyed by `names` where they are given."""
+    """Return the state of Adam after a step. Its keys are `names` if they are given, and numbers otherwise."""
     torch.manual_seed(2)
     keys: list[Any] = list(range(6)) if names is None else [name for name in names if name.endswith(("weight", "bias"))]
     state = {key: {"step": torch.tensor(7.0), "exp_avg": torch.randn(3, 5), "module.beta": 0.9} for key in keys}
@@ -69,7 +71,7 @@ def optimizer(names: list[str] | None = None) -> dict[str, Any]:
 
 
 def lightning(prefix: str) -> dict[str, Any]:
-    """With averages in a callback, and keys in all the rest that look like names with a prefix."""
+    """Return a Lightning checkpoint with averages in a callback, and with other keys that look like prefixed names."""
     return {
         "epoch": 3,
         "global_step": 1_200,
@@ -142,7 +144,7 @@ def fairseq(prefix: str) -> dict[str, Any]:
 
 
 def averaged(prefix: str) -> dict[str, Any]:
-    """A model, its average, and an optimizer that is keyed by names."""
+    """Return a checkpoint with a model, its average, and an optimizer that is keyed by names."""
     model = weights(prefix)
     return {
         "model": model,
@@ -155,7 +157,7 @@ def averaged(prefix: str) -> dict[str, Any]:
 
 
 def random_states(prefix: str) -> dict[str, Any]:
-    """What accelerate writes beside the weights, and they."""
+    """Return model weights with the random states that accelerate writes."""
     return {
         "model": weights(prefix),
         "step": 4,
@@ -171,7 +173,9 @@ Build = Callable[[str], dict[str, Any]]
 
 
 def converted(folder: Path, obj: Any, tags: Sequence[str] = ("cpu",), **edits: Any) -> Any:
-    """What torch loads of `obj` with `edits`; making it runs nothing that is in the file."""
+    """Return the object that torch loads after a conversion of `obj` with `edits`. The conversion runs no code of the
+    file.
+    """
     _MADE.clear()
     zoo.save(obj, folder / "src.ckpt", tags)
     ckptconv.convert(folder / "src.ckpt", folder / "out.ckpt", force=True, **edits)
@@ -182,9 +186,10 @@ def converted(folder: Path, obj: Any, tags: Sequence[str] = ("cpu",), **edits: A
 @pytest.mark.parametrize("prefix", ["module.", "model."])
 @pytest.mark.parametrize("build", KINDS)
 def test_prefixes(build: Build, prefix: str, tmp_path: Path) -> None:
-    """``--strip-prefix`` gives the file that the same trainer writes of the model without the wrapper, and
-    ``--add-prefix`` the one of the wrapper, in the averages and in an optimizer of names too: keys elsewhere stay,
-    whatever they look like.
+    """``--strip-prefix`` and ``--add-prefix`` change the names of weights, averages and optimizers with names. Other
+    keys stay the same, even if they look like names.
+
+    The result equals the checkpoint that the same trainer writes with or without the wrapper.
     """
     assert_same(converted(tmp_path, build(prefix), strip_prefix=prefix), build(""))
     assert_same(converted(tmp_path, build(""), add_prefix=prefix), build(prefix))
@@ -192,8 +197,8 @@ def test_prefixes(build: Build, prefix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("build", KINDS)
 def test_to(build: Build, tmp_path: Path) -> None:
-    """``--to`` sends every storage but the states of random generators, which come to the CPU; objects and values are
-    the same, a user's ``torch.device`` too.
+    """``--to`` moves every storage, except the states of random generators, which move to the CPU. Objects and values
+    stay the same, also a user's ``torch.device``.
     """
     tags: list[tuple[str, bool]] = []
 
@@ -210,8 +215,10 @@ def test_to(build: Build, tmp_path: Path) -> None:
         assert len(tags) > 10
 
 
-def test_a_state_dict_goes_alone(tmp_path: Path) -> None:
-    """Of a Lightning checkpoint ``--state-dict`` takes the weights, and names all that stays behind."""
+def test_a_state_dict_is_extracted(tmp_path: Path) -> None:
+    """``--state-dict`` extracts the weights of a Lightning checkpoint, and the report lists everything that is left
+    behind.
+    """
     found, report = round_trip(tmp_path, lightning("model."), weights_only=True, state_dict=True, strip_prefix="model.")
     assert_same(found, weights(""))
     assert [left.path for left in report.left_behind] == [key for key in lightning("") if key != "state_dict"]

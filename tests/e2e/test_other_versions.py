@@ -1,4 +1,4 @@
-"""Files that torch 2.6 and 2.15 wrote, converted, and read by the torch that is here."""
+"""Files that torch 2.6 and 2.15 wrote are converted, and the installed torch reads the outputs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ pytestmark = [
 VERSIONS = ("2.6", "2.15")
 
 
-def test_which_versions() -> None:
-    """The oldest and the newest that are supported."""
+def test_versions_of_the_files() -> None:
+    """The tests have files of the oldest and of the newest supported version."""
     assert {path.stem for path in written.FOLDER.iterdir()} == {*VERSIONS}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_file(version: str, tmp_path: Path) -> None:
-    """Both loaders read what they read of a file that this torch writes. Every version is said to load it."""
+    """A converted file equals one that the installed torch writes, with both loaders. The verdict is that every version
+    loads it.
+    """
     src, dst, own = written.FOLDER / f"{version}.pt", tmp_path / "dst.pt", tmp_path / "own.pt"
     ckptconv.convert(src, dst, map_location="cpu")
     torch.save(written.state(), own)
@@ -42,7 +44,9 @@ def test_a_file(version: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_folder(version: str, tmp_path: Path) -> None:
-    """A DCP folder becomes a file, and a folder that torch reads. torch before 2.15 cannot read that of 2.15 itself."""
+    """A DCP folder is converted to a file and to a folder that torch reads. torch before 2.15 cannot read the folder of
+    2.15 itself.
+    """
     src, dst, ours = written.FOLDER / f"{version}.dcp", tmp_path / "dst.pt", tmp_path / "ours"
     wanted = written.distributed_state()
     wanted["model"]["turned"] = wanted["model"]["turned"].contiguous()
@@ -59,8 +63,8 @@ def test_a_folder(version: str, tmp_path: Path) -> None:
         assert_same(torch.load(tmp_path / "own.pt"), wanted)
 
 
-def test_a_folder_of_ours(tmp_path: Path) -> None:
-    """torch's command and ``dcp.load`` read what is written for several ranks, bit for bit."""
+def test_a_folder_of_ckptconv(tmp_path: Path) -> None:
+    """torch's command and ``dcp.load`` read a DCP folder that was written for four ranks, without any difference."""
     src, folder, out = tmp_path / "x.pt", tmp_path / "folder", tmp_path / "out.pt"
     wanted = written.distributed_state()
     torch.save(wanted, src)

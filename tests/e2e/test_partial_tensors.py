@@ -1,5 +1,6 @@
-"""Tensors that are spread over many processes: each file has a part, is shown so, retagged, kept,
-and never written as if it were the whole.
+"""Tensors that are distributed over several processes, of which each file contains only a part.
+
+The parts are shown and retagged. They are never written as if they were complete tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.tensor  # DTensors are loaded here
+import torch.distributed.tensor  # registers the classes that loading DTensors needs
 
 import ckptconv
 from ckptconv.errors import LimitError, RefusedError
@@ -27,8 +28,8 @@ from tests.support.two_ranks import parts
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two processes, which find for themselves that what they
-    load after a retag is what they saved.
+    """Run two processes that save tensors, retag and reload them, and return their folder. The processes compare the
+    tensors.
     """
     folder = tmp_path_factory.mktemp("run")
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.two_ranks"]
@@ -45,12 +46,12 @@ def kinds(path: Path) -> dict[str, tuple[str, list[int], int]]:
     return {t.path: (t.kind, t.shape, t.nbytes) for t in ckptconv.inspect(path).tensors}
 
 
-# Made by torch
+# Partial tensors of the installed torch
 
 
 @pytest.mark.slow
-def test_torch_needs_an_import_alone(run: Path) -> None:
-    """Of torch's own: ``inspect`` and ``load`` say which module that is, and it is all that it takes."""
+def test_dtensors_need_only_an_import(run: Path) -> None:
+    """DTensors load after the import of one torch module. ``inspect`` and ``load`` name this module."""
     (finding,) = [each for each in ckptconv.inspect(run / "dtensor0.pt").findings if each.kind == "import"]
     assert finding.text.endswith("only after `import torch.distributed.tensor`")
     program = (
@@ -66,10 +67,9 @@ def test_torch_needs_an_import_alone(run: Path) -> None:
     assert said[1] == "<class 'torch.distributed.tensor.DTensor'>"
 
 
-def test_they_are_shown(run: Path) -> None:
-    """The shape is the whole's, the part stands below it with its own; a note says which they are.
-
-    A replicated one is no exception.
+def test_partial_tensors_are_shown(run: Path) -> None:
+    """``inspect`` shows the shape of the complete tensor, and the local part below it. A note lists the partial
+    tensors. A replicated tensor is treated in the same way.
     """
     found = kinds(run / "dtensor1.pt")
     assert found["model/net.weight"] == ("partial", (5, 3), 0)
@@ -94,8 +94,8 @@ def test_sharded_tensors_are_shown(run: Path) -> None:
     assert [value for path, value in found.items() if path != "weight"] == [("strided", (3, 3), 36)]
 
 
-def test_the_state_dict_is_one(run: Path, tmp_path: Path) -> None:
-    """Names of partial tensors are names, and a part of the checkpoint is a torch file with them as they were."""
+def test_a_state_dict_with_partial_tensors_is_extracted(run: Path, tmp_path: Path) -> None:
+    """A state dict with partial tensors is extracted and renamed. A torch file keeps their parts unchanged."""
     ckptconv.convert(run / "dtensor0.pt", tmp_path / "out.pt", state_dict=True, strip_prefix="net.")
     model = torch.load(run / "dtensor0.pt", weights_only=False)["model"]
     ours = torch.load(tmp_path / "out.pt", weights_only=True)
@@ -104,18 +104,20 @@ def test_the_state_dict_is_one(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["pt", "legacy", "pickle"])
 @pytest.mark.parametrize("name", ["dtensor0.pt", "sharded0.pt"])
-def test_torch_formats_keep_them(run: Path, tmp_path: Path, name: str, format: Any) -> None:
-    """Through each of them and back to a zip, everything is there, and still known to be partial."""
+def test_torch_formats_keep_partial_tensors(run: Path, tmp_path: Path, name: str, format: Any) -> None:
+    """Every torch format keeps partial tensors, which are still recognized after a conversion back to the zip
+    format.
+    """
     ckptconv.convert(run / name, tmp_path / "out.pkl", format=format)
     ckptconv.convert(tmp_path / "out.pkl", tmp_path / "back.pt")
     assert kinds(tmp_path / "out.pkl") == kinds(tmp_path / "back.pt") == kinds(run / name)
-    if name == "dtensor0.pt":  # the other one loads in its run alone
+    if name == "dtensor0.pt":  # the other file loads only in its own run
         back = torch.load(tmp_path / "back.pt", weights_only=True)
         assert_same(parts(back), parts(torch.load(run / name, weights_only=True)))
 
 
 def test_every_device_is_retagged(run: Path, tmp_path: Path) -> None:
-    """Storages and the tensors' own devices are; that of the mesh stays, as it does in
+    """Storages and the devices of tensors are retagged. The device of the mesh stays, as in
     ``torch.load(map_location=...)`` and ``DTensor.cpu()``.
     """
     ckptconv.convert(run / "dtensor0.pt", tmp_path / "gpu.pt", map_location="cuda:1")
@@ -127,8 +129,10 @@ def test_every_device_is_retagged(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("edits", [{"state_dict": True}, {"select": "model"}, {}])
-def test_never_as_if_whole(run: Path, tmp_path: Path, edits: dict[str, Any]) -> None:
-    """safetensors refuses each by its name, and says what to do; without them, the rest is taken."""
+def test_safetensors_refuses_partial_tensors(run: Path, tmp_path: Path, edits: dict[str, Any]) -> None:
+    """A conversion to safetensors refuses partial tensors by name, with advice. With these tensors excluded, it
+    works.
+    """
     error = refused(RefusedError, None, run / "dtensor0.pt", tmp_path / "out.safetensors", **edits)
     message = str(error)
     for name in ("net.weight", "net.bias", "net.head"):
@@ -148,30 +152,30 @@ PART = r"\(one process's part of it\); save the whole tensor"
     [("sharded1.pt", {}, f"weight {PART}"), ("module0.pt", {"state_dict": True}, rf"0\.weight {PART}")],
     ids=["a sharded tensor", "a pickled module's weights"],
 )
-def test_others_are_no_wholes_either(run: Path, tmp_path: Path, name: str, edits: dict[str, Any], said: str) -> None:
-    """They are refused as those of a state dict are."""
+def test_other_kinds_are_refused(run: Path, tmp_path: Path, name: str, edits: dict[str, Any], said: str) -> None:
+    """A conversion to safetensors also refuses sharded tensors, and partial tensors in a pickled module."""
     refused(RefusedError, said, run / name, tmp_path / "out.safetensors", **edits)
 
 
-def test_a_pickled_module_has_parts_too(run: Path, tmp_path: Path) -> None:
-    """A torch file takes its weights."""
+def test_partial_tensors_of_a_pickled_module_are_extracted(run: Path, tmp_path: Path) -> None:
+    """The partial weights of a pickled module are extracted to a torch file."""
     ckptconv.convert(run / "module0.pt", tmp_path / "out.pt", state_dict=True)
     ours = torch.load(tmp_path / "out.pt", weights_only=True)
     assert_same(parts(ours), parts(dict(torch.load(run / "module0.pt", weights_only=False).state_dict(keep_vars=True))))
 
 
-def test_nor_are_they_saved(run: Path, tmp_path: Path) -> None:
-    """``save`` refuses what ``convert`` refuses."""
+def test_save_refuses_partial_tensors(run: Path, tmp_path: Path) -> None:
+    """``save`` also refuses to write partial tensors to safetensors."""
     model = torch.load(run / "dtensor0.pt", weights_only=True)["model"]
     with pytest.raises(RefusedError, match=r"net\.weight \(one process's part of it\)"):
         ckptconv.save(model, tmp_path / "out.safetensors")
 
 
-# Made by torch's older versions, whose ShardedTensor was no tensor
+# Partial tensors of older versions of torch, whose ShardedTensor was not a tensor
 
 
 class Stated:
-    """An object with a state that is no dict."""
+    """An object whose pickled state is a tuple."""
 
     def __init__(self, *state: Any) -> None:
         self.state = state
@@ -192,7 +196,7 @@ class Described:
 
 @pytest.fixture
 def old(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module that had it, with classes that are pickled as its were."""
+    """Return the old module of ShardedTensor, with classes that are pickled in the same way."""
     name = "torch.distributed._sharded_tensor"
     module = ModuleType(f"{name}.api")
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -208,15 +212,15 @@ def old(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def sharded_object(old: ModuleType, metadata: Any) -> Any:
-    """Rank 0's part, two of four rows."""
+    """Return the ShardedTensor of rank 0 with two of four rows."""
     shard = old.Shard(None, {"tensor": torch.arange(6.0).reshape(2, 3), "metadata": "rank:0/cuda:0"})
     return old.ShardedTensor([shard], metadata, "process group", "sharding", False)
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_an_object_of_parts(old: ModuleType, tmp_path: Path, newer: bool) -> None:
-    """It is partial, its shape that of the metadata; the names it stands under are names; retagged as torch does;
-    refused by safetensors.
+def test_an_old_sharded_tensor(old: ModuleType, tmp_path: Path, newer: bool) -> None:
+    """An old ShardedTensor is shown as partial, with the shape in its metadata. Its name and location tag can be
+    changed, and safetensors refuses it.
     """
     size = torch.Size((4, 3))
     metadata = old.NewerMetadata(shards_metadata=[], size=size) if newer else old.Metadata([], size, torch.float32)
@@ -236,8 +240,10 @@ def test_an_object_of_parts(old: ModuleType, tmp_path: Path, newer: bool) -> Non
 
 
 @pytest.mark.parametrize("state", [(), ([], None), ([1], [2]), ([], torch.Size((4, 3))), ("x", "y"), (None, None)])
-def test_an_object_of_unknown_parts(old: ModuleType, tmp_path: Path, state: tuple[Any, ...]) -> None:
-    """A state that is not understood is the user's data: carried over, and in no safetensors file."""
+def test_an_old_sharded_tensor_with_an_unknown_state(old: ModuleType, tmp_path: Path, state: tuple[Any, ...]) -> None:
+    """An old ShardedTensor with an unknown state is treated as a user's object: a torch file keeps it, and a
+    safetensors file leaves it out.
+    """
     zoo.save({"model": {"w": torch.ones(3)}, "x": old.ShardedTensor(*state)}, tmp_path / "src.pt", ("cuda:0",))
     assert list(kinds(tmp_path / "src.pt")) == ["model/w"]
     ckptconv.convert(tmp_path / "src.pt", tmp_path / "out.pt", map_location="cpu")
@@ -247,34 +253,36 @@ def test_an_object_of_unknown_parts(old: ModuleType, tmp_path: Path, state: tupl
 
 
 class DTensor(zoo.WrapperTensor):
-    """A user's."""
+    """A user's class named DTensor."""
 
 
-def test_a_class_of_that_name_elsewhere(tmp_path: Path) -> None:
-    """It is torch's module that makes a DTensor one."""
+def test_a_class_named_dtensor_in_another_module(tmp_path: Path) -> None:
+    """A class named DTensor in another module is not a partial tensor."""
     torch.save({"w": DTensor(torch.ones(2), "cpu")}, tmp_path / "x.pt")
     assert kinds(tmp_path / "x.pt")["w"][0] == "wrapper"
 
 
-def test_an_object_of_too_many_dimensions(old: ModuleType, tmp_path: Path) -> None:
-    """Its size is a tensor's, so torch's bound is its too."""
+def test_an_old_sharded_tensor_with_too_many_dimensions(old: ModuleType, tmp_path: Path) -> None:
+    """The size of an old ShardedTensor has at most 64 dimensions, the limit of torch."""
     torch.save(sharded_object(old, old.Metadata([], torch.Size([1] * 65))), tmp_path / "x.pt")
     with pytest.raises(LimitError, match=r"too many dimensions \(expected at most 64, got 65\)"):
         ckptconv.inspect(tmp_path / "x.pt")
 
 
-# Calls in calls
+# Nested calls
 
 
 def around(inner: Any, depth: int, args: Callable[[Any], tuple[Any, ...]]) -> Any:
-    """`inner` with so many calls around it, each of which has `args` of the one before."""
+    """Return `inner` in `depth` nested calls. `args` returns the function and the arguments of each call."""
     for _ in range(depth):
         inner = Reduced(*args(inner))
     return inner
 
 
-def test_calls_around_calls(tmp_path: Path) -> None:
-    """Some are read; more than torch ever writes are refused, before Python's stack ends."""
+def test_nested_calls(tmp_path: Path) -> None:
+    """Twenty nested calls are read. A hundred are refused, which is more than torch writes, before Python's stack
+    overflows.
+    """
 
     def parameter(inner: Any) -> tuple[Any, ...]:
         return torch._utils._rebuild_parameter, (inner, True, None)
@@ -287,7 +295,9 @@ def test_calls_around_calls(tmp_path: Path) -> None:
 
 
 def test_a_tensor_in_many_calls(tmp_path: Path) -> None:
-    """It is read once: forty calls, each with the one before it twice, would take forever."""
+    """A tensor in nested calls is read only once. Otherwise, forty calls with two references each would take
+    exponential time.
+    """
 
     def sparse(inner: Any) -> tuple[Any, ...]:
         return torch._utils._rebuild_sparse_tensor, (torch.sparse_coo, (inner, inner, torch.Size((2,))))

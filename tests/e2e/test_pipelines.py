@@ -1,4 +1,4 @@
-"""What other people's pipelines use: the schemas of ``--json``, the SARIF log, the hook for pre-commit, the action."""
+"""Interfaces for pipelines: the schemas of ``--json``, the SARIF log, the pre-commit hook and the GitHub action."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import jsonschema  # the checks of all tests need it: where it is missing they look at nothing
+import jsonschema  # without this import, a missing jsonschema would silently turn off all schema checks
 import pytest
 import torch
 import yaml
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 @pytest.fixture(autouse=True)
 def files(here: Path, fixtures: Path) -> None:
-    """Sound files, one that needs code, a damaged one, and a dangerous one."""
+    """Write sound files, a file that needs code, a damaged file and a dangerous file."""
     for name in ("cuda0", "training"):
         shutil.copy(fixtures / f"{name}.pt", here)
     numbers = torch.arange(100.0)
@@ -41,14 +41,14 @@ def files(here: Path, fixtures: Path) -> None:
 
 
 class Calls:
-    """What no checkpoint has."""
+    """A class whose pickle calls ``os.system``."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("true",)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_schema_is_printed_and_is_one(name: str, command: Command) -> None:
+def test_schemas_are_printed_and_valid(name: str, command: Command) -> None:
     schema = json.loads(command("schema", name).out)
     assert schema == schema_of(name)
     jsonschema.validators.validator_for(schema).check_schema(schema)
@@ -57,13 +57,13 @@ def test_a_schema_is_printed_and_is_one(name: str, command: Command) -> None:
 
 
 def test_there_is_a_schema_for_each_command_with_json(command: Command) -> None:
-    """And for no other."""
+    """There is a schema for each command with ``--json``, and for no other command."""
     command("schema", "undo", status=2, err="'convert', 'diff', 'inspect', 'verify'")
     assert {path.stem for path in (ROOT / "ckptconv/render/schemas").iterdir()} == {*COMMANDS}
 
 
-def test_all_shapes_of_what_is_printed(command: Command) -> None:
-    """The function that runs a command compares each line with the schema; here are shapes that few tests print."""
+def test_json_output_conforms_to_the_schemas(command: Command) -> None:
+    """Rare forms of JSON output conform to the schemas. The `command` fixture validates each line."""
     Path("empty.pt").touch()
     Path("folder").mkdir()
     shutil.copy("cuda0.pt", "folder/a.pt")
@@ -91,8 +91,8 @@ def test_all_shapes_of_what_is_printed(command: Command) -> None:
 
 
 @pytest.mark.parametrize("change", [{"sizes": 1}, {"size": "1"}, {"tensors": [{}]}, {"safety": "safe"}])
-def test_what_no_schema_describes_is_found(change: dict[str, Any]) -> None:
-    """Another key, another type, a key that is missing, another word."""
+def test_the_schema_check_fails_for_other_output(change: dict[str, Any]) -> None:
+    """The schema check fails for an additional key, a wrong type, a missing key and an unknown word."""
     printed = ckptconv.inspect("cuda0.pt").as_dict()
     with pytest.raises(AssertionError):
         check("inspect", {**printed, **change})
@@ -103,8 +103,10 @@ def sarif(command: Command, *words: str, status: int) -> Any:
     return run
 
 
-def test_sarif_has_all_that_is_found(command: Command) -> None:
-    """Each with its rule, level, file and place; what --strict refuses is an error."""
+def test_sarif_contains_all_findings(command: Command) -> None:
+    """The SARIF log contains the rule, level, file and position of each finding. With --strict, a file that needs code
+    is an error.
+    """
     run = sarif(command, ".", status=1)
     results = {}
     for result in run["results"]:
@@ -126,7 +128,7 @@ def test_sarif_has_all_that_is_found(command: Command) -> None:
 
 
 def test_sarif_of_sound_files_is_empty(command: Command, here: Path) -> None:
-    """Notes are asked for; an absolute path becomes a URI."""
+    """The SARIF log of a sound file is empty. With -v, it contains notes. An absolute path becomes a URI."""
     assert sarif(command, "cuda0.pt", status=0)["results"] == []
     ckptconv.convert("cuda0.pt", "m.safetensors")
     (note,) = sarif(command, str(here / "m.safetensors"), "-v", status=0)["results"]
@@ -135,8 +137,8 @@ def test_sarif_of_sound_files_is_empty(command: Command, here: Path) -> None:
     assert location["physicalLocation"]["artifactLocation"]["uri"] == (here / "m.safetensors").as_uri()
 
 
-def test_sarif_says_what_was_not_checked(command: Command) -> None:
-    """A missing file is no result; a file that is no checkpoint is one."""
+def test_sarif_reports_files_that_were_not_checked(command: Command) -> None:
+    """A missing file is a notification in the SARIF log. A file that is not a checkpoint is a result."""
     Path("page.pt").write_text("<html>")
     run = sarif(command, "missing.pt", "page.pt", status=1)
     (result,) = run["results"]
@@ -147,8 +149,10 @@ def test_sarif_says_what_was_not_checked(command: Command) -> None:
     command("verify", "cuda0.pt", "--json", "--sarif", status=2, err="cannot be combined")
 
 
-def test_the_hook_takes_what_is_a_checkpoint(command: Command) -> None:
-    """Its pattern has the suffixes that folders are searched for, and its command refuses what is not proved."""
+def test_the_pre_commit_hook(command: Command) -> None:
+    """The pattern of the pre-commit hook matches every known suffix of checkpoints. Its command refuses files that are
+    not proven safe.
+    """
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
     assert [suffix for suffix in FILE_SUFFIXES if not re.search(hook["files"], f"a/model{suffix.upper()}")] == []
     assert not re.search(hook["files"], "model.pt.txt") and not re.search(hook["files"], "apt")
@@ -158,8 +162,11 @@ def test_the_hook_takes_what_is_a_checkpoint(command: Command) -> None:
     command(*words, "training.pt", status=1, out="training.pt")
 
 
-def test_the_action_runs_what_it_is_given() -> None:
-    """Its script, with a Python that installs nothing: paths are words whatever is in them, and the status is ours."""
+def test_the_github_action() -> None:
+    """The script of the action passes paths unchanged as words, and returns the exit status of ckptconv.
+
+    The Python in its PATH is a stub that installs nothing.
+    """
     action = yaml.safe_load((ROOT / "action.yml").read_text())
     (step,) = action["runs"]["steps"]
     inputs = {name: f"${{{{ inputs.{name} }}}}" for name in action["inputs"]}

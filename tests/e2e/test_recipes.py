@@ -1,5 +1,5 @@
-"""The pages under docs/fix and docs/how-to hold: each error is torch's own and comes up before, each command runs as
-it stands, and the error is gone after.
+"""The pages under docs/fix and docs/how-to. Each error in a title is raised by torch, and the commands of the page fix
+it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ for _page in sorted([*(ROOT / "docs/fix").glob("*.md"), *(ROOT / "docs/how-to").
 
 
 def net() -> nn.Module:
-    """A model whose names are those of the recipes."""
+    """Return a model with the names in the recipes."""
     return nn.Sequential(
         OrderedDict(
             conv=nn.Conv2d(1, 2, 3),
@@ -67,13 +67,13 @@ def net() -> nn.Module:
 
 
 class Arguments:
-    """A class that nobody has told torch of."""
+    """A class that torch's safe loader does not allow."""
 
     lr = 0.1
 
 
 def load(name: str = "model.pt", **options: Any) -> Any:
-    """What somebody who knows nothing of ckptconv types."""
+    """Load `name` with torch, as a user without ckptconv does."""
     return torch.load(name, **options)
 
 
@@ -84,7 +84,7 @@ def into_net(name: str) -> None:
 def saving(
     make: Callable[[], Any], attempt: Callable[[], Any] | None = load, tags: Sequence[str] = ("cpu",), **options: Any
 ) -> Callable[[], Callable[[], Any] | None]:
-    """What saves what `make` gives as ``model.pt``; `attempt` is what goes wrong then."""
+    """Return a function that saves the result of `make` as ``model.pt`` and returns `attempt`, which then fails."""
 
     def save() -> Callable[[], Any] | None:
         zoo.save(make(), "model.pt", tags, **options)
@@ -98,7 +98,7 @@ def state() -> Any:
 
 
 def inner() -> Any:
-    """The names of a model of which a part is wrapped."""
+    """Return the state dict of a model with one wrapped part."""
     model = net()
     model.features = nn.DataParallel(model.features)
     return model.state_dict()
@@ -111,12 +111,12 @@ def activations() -> Any:
 
 
 def with_wrappers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The names as they are inside: the wrapper's own hook hides them in ``state_dict()`` of its newer versions."""
+    """Return the tensors under their internal names. Newer wrappers hide these names from ``state_dict()``."""
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 def fused() -> dict[str, torch.Tensor]:
-    """Fused weights beside experts in parts."""
+    """Return fused weights, and experts whose weights are separate."""
     experts = {f"l.experts.{e}.{w}.weight": torch.rand(4, 2) for e in range(3) for w in ("w1", "w3")}
     return {"l.qkv.weight": torch.rand(6, 2), "l.qkv.bias": torch.rand(6), **experts}
 
@@ -165,7 +165,7 @@ def with_lost_class() -> Callable[[], Any]:
 
 
 def without_checksums(data: bytes) -> bytes:
-    """The archive `data`, written anew by torch around its changed pickle."""
+    """Return the archive `data` after torch has rewritten it, with correct checksums for the changed pickle."""
     Path("changed.pt").write_bytes(data)
     reader = torch._C.PyTorchFileReader("changed.pt")
     writer = torch._C.PyTorchFileWriter("again.pt")
@@ -178,7 +178,7 @@ def without_checksums(data: bytes) -> bytes:
 
 
 class Net(nn.Module):
-    """A model with everything that a name can come from: a parameter of its own, modules in modules, buffers, a tie."""
+    """A model with a direct parameter, nested modules, buffers and a tie."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,16 +187,16 @@ class Net(nn.Module):
         self.body = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2)))
         self.head = nn.Linear(2, 2)
         self.head.weight = self.body[0].weight
-        self.seen = torch.zeros(3)  # which is neither parameter nor buffer
+        self.seen = torch.zeros(3)  # neither a parameter nor a buffer
 
 
 def whole() -> Callable[[], Any]:
-    """The model itself, of a module that is gone."""
+    """Save a pickled model of a module that does not exist."""
     return whole_model(Net(), HERE + b"\nNet", GONE + b"\nNet")
 
 
 def whole_wrapped() -> Callable[[], Any]:
-    """The model itself in its wrapper on a GPU, of a class that is gone."""
+    """Save a pickled model on a GPU, in its wrapper. The class of the model does not exist."""
     return whole_model(nn.DataParallel(Net()), b"test_recipes\nNet", b"test_recipes\nOld", tags=["cuda:0"])
 
 
@@ -244,7 +244,7 @@ saved_training = saving(training, None, ["cuda:0"])
 
 
 def saved_again() -> None:
-    """A training, a copy of it, its weights, and what became of it, in which the head alone is another."""
+    """Save a training checkpoint, a copy of it, its weights, and a later version in which only the head differs."""
     saved_training()
     ckptconv.convert("model.pt", "copy.pt")
     ckptconv.convert("model.pt", "weights.safetensors")
@@ -254,14 +254,16 @@ def saved_again() -> None:
 
 
 def the_same_is_said() -> None:
-    """Of what the recipe compares, and not of the whole."""
+    """Fail unless ``diff`` of the compared part finds only the changed head, and ``diff`` of the complete files a
+    difference.
+    """
     (only,) = ckptconv.diff("model.pt", "later.pt", select="model").differing
     assert only.path == "head.weight"
     assert main(["diff", "model.pt", "later.pt", "-q"]) == 1
 
 
 def writing(make: Callable[[], bytes], attempt: Callable[[], Any] | None = load) -> Callable[[], Any]:
-    """What writes what `make` gives to ``model.pt``; `attempt` is what goes wrong then."""
+    """Return a function that writes the bytes from `make` to ``model.pt`` and returns `attempt`, which then fails."""
 
     def write() -> Callable[[], Any] | None:
         Path("model.pt").write_bytes(make())
@@ -306,14 +308,14 @@ def loads_from_shards() -> None:
 
 
 def in_chunks() -> None:
-    """What one process saves."""
+    """Save a DCP folder of one process."""
     distributed({"model": state(), "step": 100}, Path("step-100"))
     with pytest.raises(IsADirectoryError):
         load("step-100")
 
 
 def of_a_newer_torch() -> Callable[[], Any] | None:
-    """A folder that torch 2.15 wrote."""
+    """Copy a folder that torch 2.15 wrote."""
     shutil.copytree(written.FOLDER / "2.15.dcp", "step-100")
     return FileSystemReader("step-100").read_metadata if torch_facts.version() < (2, 15) else None
 
@@ -334,7 +336,7 @@ def is_fp32() -> None:
 
 
 def is_llama() -> None:
-    """A model of transformers takes it."""
+    """Fail unless a model of transformers loads the outputs."""
     sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": FFN}
     config = LlamaConfig(**sizes, num_attention_heads=HEADS, num_key_value_heads=GROUPS)
     for files in (["model.safetensors"], [*Path("hf").glob("*.safetensors")]):
@@ -351,7 +353,7 @@ def is_whole() -> None:
 
 
 def of_ranks() -> None:
-    """What four processes of FSDP save: tensors by rows, buffers whole."""
+    """Save the files of four FSDP ranks. Tensors are sharded by rows, and buffers are complete."""
     save_as_ranks(net().state_dict(), Path("actor"), world=4)
     save_as_ranks({"step": 7, "exp_avg": torch.ones(3)}, Path("actor"), "optim", world=4)
 
@@ -374,7 +376,7 @@ def keeps_the_ties() -> None:
 
 
 def saved_fp8() -> None:
-    """A quantized model in two shards, with a scale in another shard than its weight."""
+    """Save a quantized model in two shards. The scale of a weight is in another shard than the weight."""
     Path("DeepSeek-V3").mkdir()
     weight = torch.ones(130, 200).to(torch.float8_e4m3fn)
     for i, part in enumerate([{"a.weight": weight}, {"a.weight_scale_inv": torch.full((2, 2), 0.5)}], 1):
@@ -437,7 +439,7 @@ def saved_ddp_training() -> None:
 
 
 def goes_on_there_and_back() -> None:
-    """The model takes the weights, and the optimizer its state, plain and wrapped."""
+    """Fail unless the model and the optimizer load both outputs, without the wrapper and with it."""
     assert tags("laptop.pt") == {"cpu"} and tags("cluster.pt") == {"cuda:0"}
     for name, model in (("laptop.pt", net()), ("cluster.pt", nn.DataParallel(net()))):
         there = torch.load(name, map_location="cpu")
@@ -449,7 +451,7 @@ def goes_on_there_and_back() -> None:
 
 
 def attention(*names: str) -> nn.Module:
-    """The model with fused queries, keys and values, or with each of them."""
+    """Return the model with modules of the given names. "qkv" stands for fused queries, keys and values."""
     model = net()
     model.add_module("a", nn.ModuleDict({name: nn.Linear(2, 2 * len(name)) for name in names}))
     return model
@@ -494,7 +496,7 @@ def goes_on_without_a_head() -> None:
 
 
 def as_a_part() -> dict[str, torch.Tensor]:
-    """The names of a network that another module has as ``self.model``."""
+    """Return the weights of a network that is stored as ``self.model`` in another module."""
     return {f"model.{name}": tensor for name, tensor in net().state_dict().items()}
 
 
@@ -513,7 +515,7 @@ def misnamed() -> Callable[[], Any]:
 
 
 def a_folder_of_the_hub() -> Callable[[], Any]:
-    """One that transformers does not read with an older torch."""
+    """Save a model folder of the Hub that transformers refuses to load with an older torch."""
     Path("model-folder").mkdir()
     torch.save(state(), "model-folder/pytorch_model.bin")
 
@@ -737,14 +739,14 @@ SINCE_3_13 = {
 
 
 def parts(heading: str) -> list[str]:
-    """What of `heading` stands in the exception's text."""
+    """Return the parts of `heading` that the text of the exception contains."""
     text = re.sub(r"^[\w.]+: ", "", heading) if "Error: " in heading.split(" ")[0] + " " else heading
     unsaid = r"\.\.\.|, from pickle.*|\(tagged|\(Header.*|\"addmm_impl_cpu_\"|'models'.*|'Net'|'__main__'.*"
     return [part.strip() for part in re.split(unsaid, text) if part.strip(" )")]
 
 
 def test_every_recipe_has_a_story() -> None:
-    """And the other way round."""
+    """Every recipe has an entry in ``STORIES``, and every entry has a recipe."""
     assert RECIPES.keys() == STORIES.keys()
 
 
@@ -756,8 +758,10 @@ def test_every_recipe_has_a_story() -> None:
     "ignore:.*torch.jit.load. is deprecated",
 )
 @pytest.mark.parametrize("heading", STORIES)
-def test_the_error_comes_up_and_goes(heading: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """torch says what the heading says, `ckptconv help` finds the recipe; its commands run; what failed works."""
+def test_the_error_is_raised_and_fixed(heading: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error of the heading is raised, and `ckptconv help` finds the recipe for it. The commands of the recipe fix
+    it.
+    """
     before, after = STORIES[heading]
     attempt = before()
     gpus = torch.cuda.device_count()
@@ -778,7 +782,7 @@ def test_the_error_comes_up_and_goes(heading: str, capsys: pytest.CaptureFixture
     assert shell or python
     for line in shell:
         words = shlex.split(line)
-        if words[0] == "docker":  # what runs in the container, once all is installed there
+        if words[0] == "docker":  # the command in the container, after the installation
             words = words[-1].rpartition(" && ")[2].split()
         status = main(words[1:])
         shows_difference = words[1] == "diff" and "--html" in words
@@ -791,7 +795,7 @@ def test_the_error_comes_up_and_goes(heading: str, capsys: pytest.CaptureFixture
     after()
 
 
-# The same trouble in other words
+# Other messages for the same problems
 
 
 def torch_bytes(elements: int = 0) -> bytes:
@@ -799,7 +803,7 @@ def torch_bytes(elements: int = 0) -> bytes:
 
 
 def exported() -> bytes:
-    """A program of torch.export with a weight that is a pickle of its class."""
+    """Return a program of torch.export whose weight is marked as a pickled object."""
     file = io.BytesIO()
     torch.export.save(torch.export.export(nn.Linear(3, 2), (torch.zeros(1, 3),)), file)
     config = "data/weights/model_weights_config.json"
@@ -847,14 +851,14 @@ UNKNOWN = "RuntimeError: don't know how to restore data location of torch.storag
 
 
 def raised_by(attempt: Callable[[], Any]) -> Exception:
-    """What `attempt` raises."""
+    """Return the exception that `attempt` raises."""
     with pytest.raises(Exception) as caught:  # noqa: PT011 - which one it is, the caller says
         attempt()
     return caught.value
 
 
 def on_one_line(error: Exception) -> str:
-    """What the traceback of `error` ends in, without torch's quotation marks."""
+    """Return the type and message of `error` on one line, without torch's quotation marks."""
     return " ".join(f"{type(error).__name__}: {error}".replace("`", "").split())
 
 
@@ -862,8 +866,8 @@ def said_by(attempt: Callable[[], Any]) -> str:
     return on_one_line(raised_by(attempt))
 
 
-def test_each_row_and_line_has_its_file() -> None:
-    """And the other way round."""
+def test_each_row_and_line_has_a_test() -> None:
+    """The table of damaged files and the list of unknown devices in the recipes contain exactly the tested errors."""
     assert re.findall(r"^\| `(.*?)`", RECIPES[DAMAGED], re.MULTILINE) == list(FILES)
     assert re.findall(r"^- `(.*?)`", RECIPES[UNKNOWN], re.MULTILINE) == list(DEVICES)
 
@@ -872,8 +876,10 @@ def test_each_row_and_line_has_its_file() -> None:
     "ignore::DeprecationWarning:torch", "ignore:Detected pickle protocol", "ignore:.*TorchScript archive"
 )
 @pytest.mark.parametrize("error", FILES)
-def test_torch_says_so_of_such_a_file(error: str, command: Command) -> None:
-    """And inspect says what it is, with the table's next step."""
+def test_torch_raises_the_error_of_a_damaged_file(error: str, command: Command) -> None:
+    """torch raises the error of the table for each file, and inspect describes the file with the next step of the
+    table.
+    """
     make, what = FILES[error]
     Path("model.pt").write_bytes(make())
     said = said_by(load)
@@ -885,7 +891,7 @@ def test_torch_says_so_of_such_a_file(error: str, command: Command) -> None:
 
 @pytest.mark.parametrize(("data", "key"), [(POINTER, "'v'"), (PAGE, "'<'"), (JSON, "'{'")])
 def test_torch_names_the_first_letter_without_weights_only(data: bytes, key: str) -> None:
-    """As every version before 2.6 did; the files are no pickles, so that nothing runs."""
+    """torch reports the first byte of a file that is not a pickle. All versions before 2.6 report it by default."""
     Path("model.pt").write_bytes(data)
     said = said_by(lambda: load(weights_only=False))
     assert said.startswith(f"UnpicklingError: invalid load key, {key}")
@@ -893,8 +899,8 @@ def test_torch_names_the_first_letter_without_weights_only(data: bytes, key: str
 
 
 @pytest.mark.parametrize("error", DEVICES)
-def test_torch_says_so_of_such_a_tag(error: str, command: Command) -> None:
-    """And the recipe's command is right for it."""
+def test_torch_raises_the_error_of_an_unknown_device(error: str, command: Command) -> None:
+    """torch raises the listed error for each device, and the command of the recipe fixes the file."""
     zoo.save(state(), "model.pt", tags=[DEVICES[error]])
     assert said_by(load).startswith(error)
     command("convert", "model.pt", "cpu.pt", "--to", "cpu", "-q")
@@ -902,7 +908,9 @@ def test_torch_says_so_of_such_a_tag(error: str, command: Command) -> None:
 
 
 def test_the_names_of_a_wrapped_model_are_excluded_with_their_prefix(command: Command) -> None:
-    """As inspect prints them; without it, nothing matches."""
+    """The recipe excludes the head of a wrapped model with the prefix of its names. Without the prefix, nothing
+    matches.
+    """
     torch.save({"model": nn.DataParallel(net()).state_dict()}, "model.pt")
     convert = ["convert", "model.pt", "headless.pt", "--select", "model"]
     command(*convert, "--exclude", "head.*", status=1)

@@ -1,4 +1,4 @@
-"""Rows from end to end: what is read, proved, shown and written is what it is when the machine makes every node."""
+"""End-to-end tests of rows: all results are the same as with the pickle machine that creates every node."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _EDITS: dict[str, dict[str, Any]] = {
 
 
 def _checkpoint(tag: Callable[[Any], str]) -> bytes:
-    """A training checkpoint with some two hundred tensors: parameters, views, ties, a moment that requires a gradient,
-    empty ones and scalars.
+    """Return a training checkpoint of about two hundred tensors with parameters, views, ties, empty tensors and
+    scalars.
     """
     model: dict[str, Any] = {}
     for i in range(30):
@@ -66,7 +66,7 @@ _CHECKPOINTS = {
 
 
 def _result(data: bytes, folder: Path, edits: dict[str, Any], suffix: str) -> tuple[object, ...]:
-    """What `inspect`, `verify` and `convert` say and write."""
+    """Return the results of `inspect` and `verify` and the output of `convert`, or their errors."""
     src, dst = folder / "src.pt", folder / f"dst{suffix}"
     src.write_bytes(data)
     said: list[object] = []
@@ -83,7 +83,7 @@ def _result(data: bytes, folder: Path, edits: dict[str, Any], suffix: str) -> tu
 def _both(
     data: bytes, folder: Path, edits: dict[str, Any], monkeypatch: pytest.MonkeyPatch, suffix: str = ".pt"
 ) -> tuple[object, ...]:
-    """The result, which is the same without rows."""
+    """Return the result for `data`. Fail if it differs without rows."""
     found = _result(data, folder, edits, suffix)
     with monkeypatch.context() as patch:
         patch.setattr(parser, "RowMachine", PickleMachine)
@@ -95,7 +95,7 @@ def _both(
 @pytest.mark.parametrize("edits", _EDITS)
 @pytest.mark.parametrize("tags", _CHECKPOINTS)
 def test_rows_change_nothing(tags: str, edits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a checkpoint whose tensors are rows."""
+    """Results for a checkpoint with many rows are the same with and without rows, for every edit."""
     met: Counter[str] = Counter()
     one, items = rows.RowMachine._read_one, rows.RowMachine._read_items
     monkeypatch.setattr(rows.RowMachine, "_read_one", lambda *args: met.update(row=(is_so := one(*args))) or is_so)
@@ -110,7 +110,7 @@ def test_rows_change_nothing(tags: str, edits: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_change_nothing_in_damaged_pickles(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a byte of the pickle is another: another number, slot, opcode, text."""
+    """Results for a damaged pickle, with one or three changed bytes, are the same with and without rows."""
     random = Random(seed)
     whole = random.choice([*_CHECKPOINTS.values()])
     pickle = bytearray(records_of(whole)["data.pkl"])
@@ -120,8 +120,10 @@ def test_rows_change_nothing_in_damaged_pickles(seed: int, tmp_path: Path, monke
     _both(rezipped(whole, {"data.pkl": bytes(pickle)}), tmp_path, _EDITS["to"], monkeypatch)
 
 
-def test_rows_of_shards_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The effects of the second shard come behind those of the first, and torch's safe loader takes the whole."""
+def test_rows_of_merged_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards that are merged keep their order, and torch's safe loader reads the output. It is the same without
+    rows.
+    """
     shards = [{f"{shard}.layers.{i}.weight": torch.full((2,), float(i)) for i in range(50)} for shard in "ab"]
     folder = sharded(tmp_path / "shards", *shards)
     weight_map = {

@@ -1,5 +1,5 @@
-"""What docs/scale.md shows, as it stands there: processes here, a Dask scheduler with two real workers of which one is
-killed, MPI, the shards of one set as jobs.
+"""The programs in docs/scale.md run unchanged: local processes, Dask workers of which one is killed, MPI, and single
+shards.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.support.waiting import wait_for
 
 PAGE = ROOT / "docs" / "scale.md"
 JOBS = 40
-LIMIT = 60  # seconds for whatever should end
+LIMIT = 60  # seconds
 
 
 @pytest.fixture
 def here(here: Path) -> Path:
-    """The page's programs, and the folder that they convert, with us in it."""
+    """Write the programs of the page and a folder of checkpoints to the working directory, and return its path."""
     blocks = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     for name, code in blocks:
         (here / name).write_text(code)
@@ -44,7 +44,7 @@ def here(here: Path) -> Path:
 
 
 def assert_all_there() -> None:
-    """Every output, whole, and for the CPU."""
+    """Fail unless every output exists, is complete and is on the CPU."""
     for i in range(JOBS):
         assert torch.equal(torch.load(f"cpu/{i}.pt")["w"], torch.full((1 << 18,), float(i)))
 
@@ -55,7 +55,7 @@ def program(*words: str) -> list[str]:
 
 @contextmanager
 def running(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """`command`, which is ended with all that it has started."""
+    """Run `command` and yield its process. Kill the process group at the end."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -68,14 +68,14 @@ def running(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """What `process` said, which must be done and well."""
+    """Return the output of `process`. Fail unless it exits successfully in time."""
     said, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, said
     return said
 
 
 def test_here(here: Path) -> None:
-    """Processes of this machine."""
+    """The program with local processes converts all files."""
     with running(*program("here.py")) as process:
         assert ended(process).count("done") == JOBS
     assert_all_there()
@@ -83,7 +83,7 @@ def test_here(here: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("distributed") is None, reason="there is no Dask")
 def test_dask(here: Path) -> None:
-    """Two workers, one of which is killed in the middle: the other does all that is left, nothing is lost."""
+    """One of two Dask workers is killed during the run. The other worker converts the remaining files."""
     own = ("--host", "127.0.0.1", "--no-dashboard")
     with ExitStack() as stack:
         stack.enter_context(
@@ -119,7 +119,7 @@ def test_dask(here: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="there is no mpi4py")
 def test_mpi(here: Path) -> None:
-    """One process that hands out, two that convert; begun again, it has nothing to do."""
+    """One MPI process distributes the work and two convert. A second run also succeeds."""
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if mpiexec is None:
         pytest.skip("there is no mpiexec")
@@ -130,8 +130,9 @@ def test_mpi(here: Path) -> None:
 
 
 def test_shards_as_jobs(here: Path) -> None:
-    """Each shard alone, one without the prefix, and the index last: transformers' layout, which ckptconv reads as one;
-    an index is not written twice.
+    """Each shard is converted alone, and the index is written last. ckptconv reads the result as one checkpoint.
+
+    ``write_index`` refuses a folder that already has an index, a folder without shards and an incomplete set.
     """
     Path("model").mkdir()
     save_file({"module.a": torch.ones(2), "module.b": torch.zeros(3)}, "model/model-00001-of-00002.safetensors")

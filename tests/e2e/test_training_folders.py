@@ -1,6 +1,4 @@
-"""The folders that trainers leave behind, as a batch: each file retagged, names and all, without what wrote it; what is
-no tensor stays what it is.
-"""
+"""Folders of trainers, converted as a batch. Checkpoints are retagged, and all other files stay the same."""
 
 from __future__ import annotations
 
@@ -19,12 +17,13 @@ from tests.support.judge import assert_same, tags_of
 from tests.support.writers import distributed
 from tests.support.zero_folders import TAG, a_run, deepspeed_modules, write_zero
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the libraries
 
 
 def assert_retagged(before: Path, gpu: Path, cpu: Path) -> None:
-    """`gpu` is the folder `before` on a `gpu`, and `cpu` that on the `cpu` again, for torch and bit for
-    bit; what is no checkpoint came along.
+    """Fail unless `gpu` is a copy of the folder `before` on a GPU, and `cpu` a copy with the original tags.
+
+    All tensors are compared bit for bit, and other files byte for byte.
     """
     names = sorted(str(path.relative_to(before)) for path in before.rglob("*") if path.is_file())
     assert names == sorted(str(path.relative_to(cpu)) for path in cpu.rglob("*") if path.is_file())
@@ -42,7 +41,7 @@ def assert_retagged(before: Path, gpu: Path, cpu: Path) -> None:
 
 
 def there_and_back(before: Path) -> tuple[Path, Path]:
-    """The folder `before` as a training on a GPU would have written it, and that made fit for the CPU: the same."""
+    """Convert the folder `before` to a GPU and back to the CPU, and return both folders. Fail if a file differs."""
     gpu, cpu = before.with_name("gpu"), before.with_name("again")
     assert main(["convert", str(before), str(gpu), "--to", "cuda:0", "--copy-others", "-q"]) == 0
     assert main(["convert", str(gpu), str(cpu), "--to", "cpu", "--copy-others", "-q"]) == 0
@@ -51,7 +50,7 @@ def there_and_back(before: Path) -> tuple[Path, Path]:
 
 
 class Texts(torch.utils.data.Dataset[Any]):
-    """Four short ones."""
+    """A dataset of four short texts."""
 
     def __len__(self) -> int:
         return 4
@@ -62,8 +61,8 @@ class Texts(torch.utils.data.Dataset[Any]):
 
 
 def test_a_trainers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' Trainer: the model, the optimizer, the scheduler, states of generators, and its own arguments,
-    which are an object; it goes on from the result.
+    """A folder of transformers' Trainer is moved to a GPU and back, with optimizer, scheduler, generator states and
+    arguments. The training resumes from the result.
     """
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
@@ -100,9 +99,7 @@ def test_a_trainers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_accelerates_folder(tmp_path: Path) -> None:
-    """``save_state``: models and optimizers as .bin, states of generators as a pickle of numbers and tensors;
-    ``load_state`` reads the result.
-    """
+    """A folder of accelerate's ``save_state`` is moved to a GPU and back, and ``load_state`` reads the result."""
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     model = nn.Linear(3, 2)
@@ -124,7 +121,7 @@ def test_accelerates_folder(tmp_path: Path) -> None:
 
 
 def test_deepspeeds_ranks(tmp_path: Path, command: Command) -> None:
-    """Each rank's file is a file, with the tag of its rank; in another folder they still are one checkpoint."""
+    """The files of DeepSpeed ranks are retagged separately. The folders before and after are still one checkpoint."""
     run = a_run()
     folder = write_zero(tmp_path / "run", run)
     (folder / "zero_to_fp32.py").touch()
@@ -139,7 +136,7 @@ def test_deepspeeds_ranks(tmp_path: Path, command: Command) -> None:
 
 
 def test_lightnings_fsdp_folder(tmp_path: Path) -> None:
-    """A folder of chunks with a file beside them: the chunks become one file, the other keeps its place."""
+    """A DCP folder with an additional file becomes one file, and the additional file is converted separately."""
     folder = distributed({"model": {"w": torch.arange(5.0)}}, tmp_path / "run" / "epoch=1.ckpt")
     torch.save({"epoch": 1}, folder / "meta.pt")
     outcomes = ckptconv.convert_many(ckptconv.jobs_in(tmp_path / "run", tmp_path / "new"))

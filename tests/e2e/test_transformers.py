@@ -1,5 +1,5 @@
-"""transformers as the judge: what DataParallel saved on a GPU loads with ``from_pretrained`` once
-it is converted, and gives the same logits.
+"""Conversions that are checked with transformers. ``from_pretrained`` loads converted DataParallel checkpoints, and the
+logits are the same.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tests.support.tiny_models import EAGER
 
 @pytest.fixture
 def saved(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The model's state dict as DataParallel saves it on a GPU."""
+    """Return the state dict of the model, saved by DataParallel on a GPU."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-        wrapped = torch.nn.DataParallel(model).cpu()  # where there is a GPU, DataParallel moves the module to it
+        wrapped = torch.nn.DataParallel(model).cpu()  # with a GPU, DataParallel moves the module to it
         torch.save(wrapped.state_dict(), tmp_path / "pytorch_model.bin")
     assert set(tags_of(tmp_path / "pytorch_model.bin")[1]) == {"cuda:0"}
     return tmp_path / "pytorch_model.bin"
@@ -31,13 +31,13 @@ def saved(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def folder(model: Any, tmp_path: Path) -> Path:
-    """What ``from_pretrained`` reads, but for the weights."""
+    """Return a folder that ``from_pretrained`` can load once it contains weights."""
     model.config.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
 def ties(model: Any) -> dict[str, str]:
-    """GPT-2's output layer is its input embedding."""
+    """Return the tied name and the name that it refers to. The output layer of GPT-2 is its input embedding."""
     return {"lm_head.weight": "transformer.wte.weight"} if model.config.tie_word_embeddings else {}
 
 
@@ -47,8 +47,8 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def assert_loads(transformers: ModuleType, folder: Path, model: Any) -> None:
-    """Fail unless ``from_pretrained`` finds in `folder` all names of `model` and no other, and the
-    result computes the same, bit for bit.
+    """Fail unless ``from_pretrained`` loads exactly the names of `model` from `folder`, and the logits are
+    identical.
     """
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **EAGER)
     assert not any(info.values()), info
@@ -56,15 +56,17 @@ def assert_loads(transformers: ModuleType, folder: Path, model: Any) -> None:
     assert torch.equal(logits(loaded.eval()), logits(model))
 
 
-def test_what_dataparallel_saved_does_not_load_as_it_is(transformers: ModuleType, saved: Path, folder: Path) -> None:
-    """Every name is missing, so the other tests here see it when a conversion does nothing."""
+def test_an_unconverted_checkpoint_does_not_load(transformers: ModuleType, saved: Path, folder: Path) -> None:
+    """Without a conversion, every name is missing. The other tests would therefore notice a conversion without
+    effect.
+    """
     os.link(saved, folder / saved.name)
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert set(info["missing_keys"]) == set(loaded.state_dict())
 
 
-def test_to_a_bin_for_the_cpu(transformers: ModuleType, model: Any, saved: Path, folder: Path) -> None:
-    """``pytorch_model.bin`` without the prefix loads by its own names, ties and all."""
+def test_conversion_to_a_bin_file(transformers: ModuleType, model: Any, saved: Path, folder: Path) -> None:
+    """``pytorch_model.bin`` without the prefix has the names and ties of the model, and loads."""
     ckptconv.convert(saved, folder / "pytorch_model.bin", map_location="cpu", strip_prefix="module.")
     state, tags = tags_of(folder / "pytorch_model.bin", weights_only=True)
     assert set(tags) == {"cpu"}
@@ -73,7 +75,7 @@ def test_to_a_bin_for_the_cpu(transformers: ModuleType, model: Any, saved: Path,
 
 
 def test_to_safetensors(transformers: ModuleType, model: Any, saved: Path, folder: Path) -> None:
-    """``model.safetensors`` has what is tied once, says so, and loads."""
+    """``model.safetensors`` contains each tied tensor once, records the tie in its metadata, and loads."""
     ckptconv.convert(saved, folder / "model.safetensors", strip_prefix="module.")
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", **ties(model)}
@@ -82,8 +84,8 @@ def test_to_safetensors(transformers: ModuleType, model: Any, saved: Path, folde
 
 
 def test_from_safetensors(transformers: ModuleType, model: Any, folder: Path) -> None:
-    """What ``save_pretrained`` writes becomes a ``pytorch_model.bin`` that loads; into the module itself too, but for
-    ties, which the library does not record.
+    """A file from ``save_pretrained`` is converted to a ``pytorch_model.bin`` that loads. The module itself lacks only
+    the tied names, which the library does not record.
     """
     model.save_pretrained(folder)
     ckptconv.convert(folder / "model.safetensors", folder / "pytorch_model.bin", map_location="cuda:1")
@@ -95,8 +97,8 @@ def test_from_safetensors(transformers: ModuleType, model: Any, folder: Path) ->
 
 
 def test_there_and_back(model: Any, saved: Path, tmp_path: Path) -> None:
-    """Through safetensors and back with the prefix, all names and ties are there again: DataParallel
-    loads it strictly.
+    """A conversion to safetensors and back with the prefix restores all names and ties. DataParallel loads the result
+    with ``strict=True``.
     """
     ckptconv.convert(saved, tmp_path / "model.safetensors", strip_prefix="module.")
     ckptconv.convert(tmp_path / "model.safetensors", tmp_path / "back.pt", add_prefix="module.")
@@ -106,9 +108,9 @@ def test_there_and_back(model: Any, saved: Path, tmp_path: Path) -> None:
     torch.nn.DataParallel(type(model)(model.config)).load_state_dict(back, strict=True)
 
 
-def test_its_adafactor_follows_weights_that_are_left_out(tmp_path: Path) -> None:
-    """The shapes of its rows and columns tell which weight is which, and the next steps are those of a run without
-    these weights. Regrouped they cannot be, which is said by their names.
+def test_adafactor_follows_excluded_weights(tmp_path: Path) -> None:
+    """If weights are excluded, the state of Adafactor loses their entries, because the shapes of rows and columns
+    identify them. Training continues as without these weights. Regrouping is refused, and the error names the state.
     """
     optimization = pytest.importorskip("transformers.optimization")
 

@@ -1,4 +1,4 @@
-"""What the page in the browser calls, in this Python: what it shows and plans is what the command line says."""
+"""The interface between the web page and ckptconv. Its results and plans are those of the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from web.bridge import Bridge, _fix, _verdict, error_text
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where what was dropped stands: here."""
+    """Change to a new folder, which stands for the dropped files, and return it."""
     folder = tmp_path / "FOLDER"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def bridge(folder: Path) -> Bridge:
-    """Into which one file was dropped."""
+    """Return a bridge for a folder with one file."""
     torch.save({"module.w": torch.arange(6.0), "module.b": torch.ones(2)}, "ddp.pt")
     bridge = Bridge(str(folder))
     assert bridge.checkpoints() == ["ddp.pt"]
@@ -46,7 +46,7 @@ def bridge(folder: Path) -> Bridge:
 
 
 def put_together(bridge: Bridge, folder: Path) -> list[bytes]:
-    """What the planned files are."""
+    """Return the content of the planned files."""
 
     def data(part: Any) -> bytes:
         return part if isinstance(part, bytes) else (folder / part[0]).read_bytes()[part[1] : part[1] + part[2]]
@@ -68,7 +68,7 @@ def put_together(bridge: Bridge, folder: Path) -> list[bytes]:
     ],
 )
 def test_a_plan_is_what_the_command_writes(options: dict[str, Any], bridge: Bridge, folder: Path) -> None:
-    """The command is the one that is shown; what is planned are numbers, texts and bytes."""
+    """The planned file equals the output of the shown command. The plan can be encoded as JSON."""
     dst = "out.safetensors" if "copy_tied" in options else "out.pt"
     bridge.inspect("ddp.pt")
     plan = bridge.plan(dst, options)
@@ -80,7 +80,7 @@ def test_a_plan_is_what_the_command_writes(options: dict[str, Any], bridge: Brid
 
 
 def test_texts_are_those_of_the_command_line(bridge: Bridge, capsys: pytest.CaptureFixture[str]) -> None:
-    """Which name flags, as the command does that can be copied."""
+    """Reports of conversions and comparisons are the texts of the command line, with the names of its options."""
     bridge.inspect("ddp.pt")
     report = bridge.plan("out.pt", {"map_location": ["cpu"]})["report"]
     assert main(["convert", "ddp.pt", "out.pt", "--to", "cpu", "--dry-run"]) == 0
@@ -91,7 +91,7 @@ def test_texts_are_those_of_the_command_line(bridge: Bridge, capsys: pytest.Capt
 
 
 def write_set(folder: Path, suffix: str, *, index: bool = True) -> dict[str, torch.Tensor]:
-    """A set of three shards, with its index, and a file beside it."""
+    """Write a set of three shards with an optional index, and a configuration. Return its tensors."""
     folder.mkdir(exist_ok=True)
     state = {f"module.l{i}.w": torch.full((100,), float(i)) for i in range(3)}
     (folder / "config.json").write_text("{}")
@@ -111,7 +111,9 @@ def write_set(folder: Path, suffix: str, *, index: bool = True) -> dict[str, tor
 @pytest.mark.parametrize("is_folder", [True, False])
 @pytest.mark.parametrize("dst", ["out", "out.pt", "out.safetensors"])
 def test_a_set_is_one_checkpoint(dst: str, suffix: str, is_folder: bool, folder: Path) -> None:
-    """By its folder, or by its files; it becomes a set again, or one file, as the command writes it."""
+    """A set is one checkpoint, given by its folder or its files. It becomes a set or one file, as the command writes
+    it.
+    """
     write_set(folder / "llama" if is_folder else folder, suffix)
     bridge = Bridge(str(folder))
     (path,) = bridge.checkpoints()
@@ -126,8 +128,8 @@ def test_a_set_is_one_checkpoint(dst: str, suffix: str, is_folder: bool, folder:
     assert plan["folder"] == ("out" if dst == "out" else "") and len(made) == (4 if dst == "out" else 1)
 
 
-def test_it_says_how_far_it_is(folder: Path) -> None:
-    """The percentage rises from 0, the phases follow one another, and 100 % is not said while it works."""
+def test_progress_is_reported(folder: Path) -> None:
+    """The percentage of progress starts at 0, increases and stays below 100. The phases are in order."""
     torch.save({f"l{i}.w": torch.ones(1) for i in range(3000)}, "large.pt")
     safetensors.torch.save_file({f"l{i}.w": torch.ones(1) for i in range(3000)}, "large.safetensors")
     write_set(folder / "set", ".bin")
@@ -142,7 +144,9 @@ def test_it_says_how_far_it_is(folder: Path) -> None:
 
 
 def test_the_fix_of_a_set_is_one(folder: Path) -> None:
-    """The prefix of a set goes by the button beside it, into a folder; without an index the set is its folder."""
+    """A set has one fix for all its shards, which is planned into a folder. A set without an index is named by its
+    folder.
+    """
     write_set(folder, ".safetensors", index=False)
     bridge = Bridge(str(folder))
     assert bridge.checkpoints() == ["FOLDER"]
@@ -153,21 +157,21 @@ def test_the_fix_of_a_set_is_one(folder: Path) -> None:
         bridge.inspect(*bridge.checkpoints())
 
 
-def test_more_than_two_are_refused(folder: Path) -> None:
+def test_more_than_two_files_are_refused(folder: Path) -> None:
     for name in "abc":
         torch.save({"w": torch.ones(1)}, f"{name}.pt")
     with pytest.raises(CkptconvError, match=r"got a\.pt, b\.pt, c\.pt.*ckptconv convert FOLDER OUT_FOLDER"):
         Bridge(str(folder)).checkpoints()
 
 
-def test_a_copy_has_a_name_and_no_url(bridge: Bridge) -> None:
+def test_a_url_as_output_is_refused(bridge: Bridge) -> None:
     bridge.inspect("ddp.pt")
     with pytest.raises(CkptconvError, match="a browser saves files on this machine"):
         bridge.plan("s3://bucket/x.pt", {})
 
 
-def test_fixes_are_what_the_form_is_filled_with(bridge: Bridge) -> None:
-    """And planned with that, they are the command of inspect."""
+def test_fixes_fill_the_form(bridge: Bridge) -> None:
+    """The options of a fix fill the form. A plan with these options shows the command of the finding."""
     torch.save({"module.w": torch.ones(2), "opt": {"v": torch.ones(2)}}, "x.pt")
     assert main(["convert", "x.pt", "x.pt", "--map", "cpu=cuda:70", "-f", "-q"]) == 0
     for name in bridge.checkpoints():
@@ -185,7 +189,7 @@ def test_fixes_are_what_the_form_is_filled_with(bridge: Bridge) -> None:
 
 
 def test_the_verdict(bridge: Bridge) -> None:
-    """What torch.load does, and that there is a list of what was found."""
+    """The verdict says whether torch.load reads the file, and introduces the list of findings if there is one."""
     torch.save({"w": torch.ones(2)}, "plain.pt")
     torch.save({"w": torch.ones(2), "hook": print}, "hook.pt")
     assert bridge.inspect("plain.pt")["verdict"] == "torch.load takes it as it is."
@@ -200,8 +204,8 @@ class Harm:
         return os.system, ("true",)
 
 
-def test_a_dangerous_file_is_named_and_mended_by_its_weights(bridge: Bridge, folder: Path) -> None:
-    """The button takes the state dict, if there is one; what has the danger in it is refused without a flag."""
+def test_the_fix_of_a_dangerous_file(bridge: Bridge, folder: Path) -> None:
+    """The fix of a dangerous file extracts its state dict, if it has one. A plan for the complete file is refused."""
     torch.save({"model": {"w": torch.ones(2), "b": torch.ones(3)}, "v": Harm()}, "x.pt")
     seen = bridge.inspect("x.pt")
     assert "posix.system" in seen["danger"][0] and seen["loads"] is False
@@ -214,7 +218,7 @@ def test_a_dangerous_file_is_named_and_mended_by_its_weights(bridge: Bridge, fol
     assert "--" not in error_text(caught.value) and "take the state dict" in error_text(caught.value)
     torch.save([Harm()], "y.pt")
     assert bridge.inspect("y.pt")["findings"] == []
-    assert bridge.inspect("y.pt")["verdict"] == "torch.load refuses it as it is."  # without a list to introduce
+    assert bridge.inspect("y.pt")["verdict"] == "torch.load refuses it as it is."  # without an introduction to a list
     assert bridge.inspect("ddp.pt")["danger"] == []
     assert bridge.diff("x.pt", "ddp.pt")["dangers"][0].startswith("A: it contains posix.system")
 
@@ -232,8 +236,8 @@ def with_arguments(bridge: Bridge) -> None:
 
 
 @pytest.mark.parametrize(("number", "write"), [*enumerate((on_cuda, wrapped, with_arguments))])
-def test_the_errors_on_the_page_are_ended(number: int, write: Any, bridge: Bridge, folder: Path) -> None:
-    """torch raises each error that the page lists; the first fix that the page has for it ends it."""
+def test_the_errors_on_the_page_are_fixed(number: int, write: Any, bridge: Bridge, folder: Path) -> None:
+    """torch raises each error that the page lists. The first fix for it makes the file loadable."""
     listed = re.findall("<dt><code>(.*)</code></dt>", (ROOT / "web" / "index.html").read_text("utf-8"))
     assert len(listed) == 3
     if number == 0 and torch.cuda.is_available():
@@ -256,7 +260,7 @@ def test_the_errors_on_the_page_are_ended(number: int, write: Any, bridge: Bridg
 
 
 def test_two_files_are_compared(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch is missing, by headers and checksums."""
+    """Two files are compared. Without torch, only headers and checksums are compared, and a note lists the limits."""
     torch.save({"module.w": torch.arange(6.0), "module.b": torch.zeros(2)}, "e.pt")
     assert bridge.checkpoints() == ["ddp.pt", "e.pt"]
     assert bridge.diff("ddp.pt", "ddp.pt")["same"]
@@ -277,7 +281,9 @@ def test_two_files_are_compared(bridge: Bridge, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_bytes_are_compared_without_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A browser gives none, nor has it ``preadv``; safetensors has no checksums, so what is large is read."""
+    """Large tensors are compared without threads and without ``preadv``, which a browser does not have. safetensors has
+    no checksums, so the bytes are read.
+    """
     for name in ("a.safetensors", "b.safetensors"):
         safetensors.torch.save_file({"w": torch.ones(50_000)}, name)
 
@@ -289,7 +295,7 @@ def test_bytes_are_compared_without_threads(folder: Path, monkeypatch: pytest.Mo
     assert Bridge(str(folder)).diff("a.safetensors", "b.safetensors")["same"]
 
 
-def test_what_needs_torch_is_refused_with_the_command(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_needs_torch_is_refused(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"w": torch.arange(6.0).reshape(2, 3).t()}, "view.pt")
 
     def missing(what: str, where: object) -> None:
@@ -313,7 +319,7 @@ def test_errors_are_those_of_the_command_line(bridge: Bridge, capsys: pytest.Cap
 
 
 def test_the_fields_of_the_form_are_options() -> None:
-    """Whatever the form has a field for, ``ckptconv.plan`` has a keyword for."""
+    """The fields of the form are keywords of ``ckptconv.plan``, except those that the page treats separately."""
 
     class Fields(html.parser.HTMLParser):
         names: set[str]

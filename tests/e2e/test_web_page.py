@@ -1,4 +1,4 @@
-"""The page that converts in the browser saves what the command line writes: in Chromium, where it and npm are there."""
+"""The web page in Chromium saves the same files as the command line. The test needs Chromium and npm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tests.support.web_page import built, program_of, served
 
 @pytest.mark.slow
 def test_chromium_saves_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fifteen conversions, each byte for byte, by the command that the page shows; requests are blocked."""
+    """The saved files of fifteen conversions equal the outputs of the commands that the page shows. Requests are
+    blocked.
+    """
     program_of("chrome")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "site").mkdir()

@@ -1,4 +1,4 @@
-"""Where Python has not what Unix gives it, all can be imported, what reads works, and the rest says what it needs."""
+"""ckptconv without the parts of Python that only Unix has. Reading works, and other commands report what is missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def run(program: str, *words: str, first: str = "") -> subprocess.CompletedProce
 
 
 def test_every_module_can_be_imported() -> None:
-    """But for the kernels, which need torch, and the calls of Windows; and what works on objects in memory works."""
+    """Every module can be imported, except the kernels, which need torch, and the calls of Windows. Prefixes of dicts
+    are removed, and a file is inspected.
+    """
     ended = run(
         """
 import ckptconv, pkgutil
@@ -70,15 +72,15 @@ for format in ("pt", "legacy", "safetensors"):
     ("line", "status"),
     [("inspect fixtures/cuda0.pt", 0), ("verify fixtures/cuda0.pt", 0), ("diff fixtures/cuda0.pt fixtures/cpu.pt", 1)],
 )
-def test_reading_needs_none_of_it(line: str, status: int) -> None:
-    """Commands that only read work without all that Windows lacks."""
+def test_commands_that_only_read(line: str, status: int) -> None:
+    """Commands that only read files work without the functions that Windows lacks."""
     ended = run("from ckptconv.cli.main import main; sys.exit(main(sys.argv[1:]))", *line.split())
     assert (ended.returncode, ended.stderr) == (status, "")
 
 
 @pytest.mark.parametrize("line", ["convert {} --in-place --to cpu", "undo {}"])
-def test_what_needs_the_owner_of_a_file(line: str, tmp_path: Path) -> None:
-    """A change in place and its undo say that they are not available, and the file is as it was."""
+def test_changes_in_place_are_refused(line: str, tmp_path: Path) -> None:
+    """Changes in place and their undo are refused without file owners, and the file is not changed."""
     path = tmp_path / "a.pt"
     shutil.copy(ROOT / "fixtures" / "cuda0.pt", path)
     before = path.read_bytes()

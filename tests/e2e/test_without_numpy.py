@@ -1,4 +1,4 @@
-"""Where NumPy is not installed, torch says so when it is imported: the command line does not."""
+"""Without NumPy, torch prints a warning when it is imported. The command line does not show this warning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def here(here: Path) -> None:
-    """Files, and a folder whose ``numpy`` is none."""
+    """Write checkpoints, and a folder with a ``numpy`` module that cannot be imported."""
     for name in ("a.pt", "many/b.pt", "many/c.pt"):
         path = here / name
         path.parent.mkdir(exist_ok=True)
@@ -23,7 +23,7 @@ def here(here: Path) -> None:
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Type `words` where NumPy cannot be imported."""
+    """Run Python with `words`, without NumPy."""
     path = os.pathsep.join((str(Path("none").absolute()), str(Path(__file__).parents[2])))
     others = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     command = [sys.executable, *words]
@@ -37,14 +37,14 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     ["convert a.pt out.pt --dtype bf16", "convert many out -j 2 --dtype bf16", "diff a.pt many/b.pt --full"],
 )
 def test_no_warning_of_torch_is_printed(typed: str) -> None:
-    """Results and reports are printed, in worker processes as well, and no line of torch's."""
+    """Results and reports are printed without torch's warning, also in worker processes."""
     said = run("-m", "ckptconv", *typed.split())
     assert "Warning" not in said.stderr and "NumPy" not in said.stderr
     assert "the same" in said.stdout or "bfloat16" in said.stderr
 
 
-def test_who_asks_for_warnings_gets_them() -> None:
-    """``PYTHONWARNINGS`` and ``-W`` are heard. Without them, torch itself prints the warning."""
+def test_requested_warnings_are_printed() -> None:
+    """``PYTHONWARNINGS`` makes the command line show torch's warning. The import of torch alone also prints it."""
     assert "NumPy" in run("-c", "import torch").stderr
     said = run("-m", "ckptconv", "convert", "a.pt", "out.pt", "--dtype", "bf16", PYTHONWARNINGS="default")
     assert "NumPy" in said.stderr

@@ -1,4 +1,4 @@
-"""What can be done where torch is not installed, and what is refused in one line before anything is written."""
+"""ckptconv without torch: commands that work, and commands that are refused before anything is written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAIN = MISSING + "from ckptconv.cli.main import main; sys.exit(main(sys.argv[1:]
 
 @pytest.fixture(autouse=True)
 def here(here: Path) -> None:
-    """The files, in the folder where all is typed."""
+    """Write the checkpoints to the working directory."""
     zoo.save({"w": torch.ones(4), "v": torch.zeros(2)}, here / "a.pt", ("cuda:0",))
     torch.save({"w": torch.ones(4) + 1}, "other.pt")
     save_file({"w": torch.ones(4, 4).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1, 1)}, "fp8.safetensors")
@@ -65,8 +65,10 @@ def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
         "inspect a.pt --histogram",
     ],
 )
-def test_what_moves_bytes_needs_none(typed: str) -> None:
-    """What is cast to the dtype that it has is not computed. NumPy rounds to bfloat16, applies scales and sums."""
+def test_commands_that_move_bytes(typed: str) -> None:
+    """Commands that move bytes do not need torch. A cast to the same dtype needs no computation, and NumPy rounds to
+    bfloat16, applies scales and computes sums.
+    """
     done = run(MAIN, *typed.split())
     assert done.returncode == 0, done.stderr
 
@@ -82,8 +84,8 @@ def test_what_moves_bytes_needs_none(typed: str) -> None:
         ("inspect fp8.safetensors --values", "computing numbers"),
     ],
 )
-def test_what_computes_is_refused_when_it_is_planned(typed: str, what: str) -> None:
-    """In one line that says what to install; no temporary file was made."""
+def test_commands_that_compute_are_refused(typed: str, what: str) -> None:
+    """Commands that compute values are refused, and the error names the package to install. No file is written."""
     before = sorted(os.listdir())
     done = run(MAIN, *typed.split())
     assert done.returncode == (2 if typed.startswith("diff") else 1) and done.stdout == ""
@@ -95,8 +97,8 @@ def test_what_computes_is_refused_when_it_is_planned(typed: str, what: str) -> N
     "call",
     ["load('a.pt')", "open('a.pt').load('w')", "save({}, 'b.pt')", "remap({}, 'cpu')", "devices({})"],
 )
-def test_functions_that_have_tensors(call: str) -> None:
-    """Are refused likewise, with an error of ours that is an ImportError too."""
+def test_functions_with_tensors(call: str) -> None:
+    """Functions that return or take tensors raise a CkptconvError that is also an ImportError."""
     done = run(
         f"{MISSING}\nimport ckptconv\ntry:\n    ckptconv.{call}\n"
         "except ckptconv.CkptconvError as error:\n    assert isinstance(error, ImportError); print(error)"
@@ -105,7 +107,7 @@ def test_functions_that_have_tensors(call: str) -> None:
     assert not Path("b.pt").exists()
 
 
-def test_names_are_there_without_torch() -> None:
+def test_public_names_without_torch() -> None:
     """``help`` shows the package and ``import *`` imports it. A function that needs torch raises when it is called."""
     done = run(
         f"{MISSING}\nimport ckptconv, pydoc\nfrom ckptconv import *\n"
@@ -141,8 +143,8 @@ sys.meta_path.insert(0, Broken())
     ],
 )
 def test_a_torch_that_cannot_be_imported(error: str) -> None:
-    """One error names torch, what it says and what works without it, and nothing is written. What needs no torch works
-    as ever.
+    """If the import of torch fails, the error names torch, its message and the commands that work without it. Nothing
+    is written. Commands that do not need torch work.
     """
     broken = BROKEN.format(error)
     main = broken + "from ckptconv.cli.main import main; sys.exit(main(sys.argv[1:]))"

@@ -1,4 +1,4 @@
-"""Tensors of backends that torch saves as a copy on the CPU (XLA): they are the tensors that the file holds."""
+"""Tensors of XLA devices, which torch saves as copies on the CPU. They are treated as the tensors in the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.support.judge import assert_same, tags_of
 
 
 class OnXla:
-    """What torch writes for a tensor on an XLA device: a copy on the CPU, its dtype, the device, requires_grad."""
+    """An object that is pickled like a tensor on an XLA device: a copy on the CPU, its dtype, the device and
+    requires_grad.
+    """
 
     def __init__(self, cpu: torch.Tensor) -> None:
         self.cpu = cpu
@@ -27,7 +29,7 @@ class OnXla:
 
 
 class XlaParameter(OnXla):
-    """What torch writes for a parameter on such a device."""
+    """An object that is pickled like a parameter on an XLA device."""
 
     def __reduce__(self) -> Any:
         return torch._utils._rebuild_parameter, (OnXla(self.cpu.detach()), True, OrderedDict())
@@ -35,7 +37,7 @@ class XlaParameter(OnXla):
 
 @pytest.fixture
 def src(tmp_path: Path) -> Path:
-    """A checkpoint from an XLA device, with one tensor on the CPU."""
+    """Return a checkpoint from an XLA device with one tensor on the CPU."""
     model = {
         "w": OnXla(torch.arange(4.0, requires_grad=True)),
         "b": OnXla(torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t()),
@@ -47,14 +49,14 @@ def src(tmp_path: Path) -> Path:
 
 
 def is_wrapped(path: Path) -> bool:
-    """Whether a tensor of the file at `path` is copied to a device when it is loaded."""
+    """Return whether a tensor in the file at `path` is copied to a device when it is loaded."""
     with zipfile.ZipFile(path) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
         return b"_rebuild_device_tensor" in archive.read(name)
 
 
 def test_inspect_shows_bytes_and_device(src: Path) -> None:
-    """The sizes are those of the tensors in the file, on the device from which they were saved."""
+    """The sizes are those of the tensors in the file. The device is the one from which they were saved."""
     shown = ckptconv.inspect(src)
     found = {tensor.path: (tensor.nbytes, tensor.device) for tensor in shown.tensors}
     xla = {"model/w": 16, "model/b": 12, "model/p": 12, "model/n": 8}
@@ -64,8 +66,8 @@ def test_inspect_shows_bytes_and_device(src: Path) -> None:
 
 @pytest.mark.parametrize("loadable", [False, True])
 def test_to_another_device(src: Path, loadable: bool, tmp_path: Path) -> None:
-    """The output is what torch loads with ``map_location``, and holds tensors with the new tag; ``diff`` finds that the
-    device differs, and no value.
+    """The output contains tensors with the new location tag, and equals the result of ``torch.load`` with
+    ``map_location``. ``diff`` reports only different devices.
     """
     dst, wanted = tmp_path / "dst.pt", torch.load(src, map_location="cpu")
     ckptconv.convert(src, dst, map_location="cpu", loadable=loadable)
@@ -81,7 +83,7 @@ def test_to_another_device(src: Path, loadable: bool, tmp_path: Path) -> None:
 
 
 def test_to_safetensors(src: Path, tmp_path: Path) -> None:
-    """safetensors holds them."""
+    """A safetensors file contains the tensors."""
     ckptconv.convert(src, tmp_path / "dst.safetensors", select="model")
     wanted = torch.load(src, map_location="cpu")["model"]
     found = load_file(tmp_path / "dst.safetensors")
@@ -92,8 +94,8 @@ def test_to_safetensors(src: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("map_location", [None, "cpu"])
 def test_to_another_dtype(src: Path, map_location: str | None, tmp_path: Path) -> None:
-    """A cast changes the numbers and what the call says of them. A tensor that stays on its device stays in its call,
-    because torch has no tag for it.
+    """A cast changes the values and the recorded dtype. A tensor that stays on its device keeps its call, because torch
+    has no location tag for it.
     """
     dst = tmp_path / "dst.pt"
     ckptconv.convert(src, dst, dtype="bf16", map_location=map_location)
@@ -106,7 +108,7 @@ def test_to_another_dtype(src: Path, map_location: str | None, tmp_path: Path) -
 
 
 def test_two_devices_share_one_tensor(tmp_path: Path) -> None:
-    """A tensor of the file that is copied to a device and is used on the CPU as well keeps its place on the CPU."""
+    """A tensor that is copied to a device and also used on the CPU keeps its location tag on the CPU."""
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     shared = torch.arange(3.0)
     torch.save({"xla": OnXla(shared), "cpu": shared, "view": shared[1:]}, src)

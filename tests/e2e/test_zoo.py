@@ -1,5 +1,5 @@
-"""Everything that people save, converted and judged by torch: the objects of ``zoo`` in every protocol, under several
-edits, loaded in every way.
+"""All kinds of saved objects, converted and compared by torch: the objects of ``zoo``, in every protocol, with several
+edits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tests.support.conversions import read
 from tests.support.judge import assert_same, tags_of
 from tests.support.writers import calculated_offsets
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
-# deprecated, once for each process.
+# torch warns once for each process that nested, quantized, compressed sparse and complex32 tensors are experimental or
+# deprecated.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo"),
     pytest.mark.untraced,
@@ -69,9 +69,9 @@ CASES = [(name, protocol) for name in zoo.ZOO for protocol in (2, 4, 5) if proto
 
 
 def load_with(path: Path, rule: Rule, rng: bool) -> tuple[Any, list[str]]:
-    """The object at `path`, and the tags that `rule` makes of its storages'.
+    """Return the object at `path`, and the location tags of its storages, changed by `rule`.
 
-    `rng`: there are states of generators among them.
+    If `rng` is true, some of the storages are generator states.
     """
     tags: list[str] = []
 
@@ -83,12 +83,12 @@ def load_with(path: Path, rule: Rule, rng: bool) -> tuple[Any, list[str]]:
 
 
 def record(path: Path, name: str = "data.pkl") -> bytes:
-    """One record of the checkpoint at `path`."""
+    """Return the record `name` of the checkpoint at `path`."""
     return torch._C.PyTorchFileReader(str(path)).get_record(name)
 
 
 def outcome(load: Callable[[], Any]) -> Any:
-    """What `load` gives, or the type of what it raises: torch cannot load all objects in all ways."""
+    """Return the result of `load`, or the type of its exception. torch cannot load all objects in all ways."""
     try:
         return load()
     except Exception as error:
@@ -96,15 +96,15 @@ def outcome(load: Callable[[], Any]) -> Any:
 
 
 def fake(path: Path) -> Any:
-    """The object at `path` with tensors that have no data."""
+    """Return the object at `path` with fake tensors, or the type of the exception."""
     with FakeTensorMode():
         return outcome(lambda: torch.load(path, weights_only=False))
 
 
 @pytest.mark.parametrize(("name", "protocol"), CASES)
-def test_equal_but_for_the_tags(name: str, protocol: int, tmp_path: Path) -> None:
-    """Whatever is asked of devices, torch loads the same object, its storages tagged as
-    asked; generator states never leave the CPU.
+def test_only_location_tags_change(name: str, protocol: int, tmp_path: Path) -> None:
+    """With every device mapping, torch loads an equal object with the mapped location tags. Generator states stay on
+    the CPU.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     zoo.save(zoo.ZOO[name](), src, pickle_protocol=protocol)
@@ -118,8 +118,8 @@ def test_equal_but_for_the_tags(name: str, protocol: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_every_way_of_loading_agrees(name: str, tmp_path: Path) -> None:
-    """The output loads plainly, mapped into memory, with computed offsets, on meta and as fake tensors, wherever the
-    source does, and alike.
+    """The output loads in every way in which the source loads, with equal results: mapped into memory, with calculated
+    offsets, on the meta device and as fake tensors.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     made, protocol = zoo.ZOO[name](), zoo.NEEDS_PROTOCOL.get(name, 2)
@@ -132,17 +132,15 @@ def test_every_way_of_loading_agrees(name: str, tmp_path: Path) -> None:
         assert_same(plain, torch.load(dst, weights_only=False, mmap=True))
         assert_same(plain, torch.load(dst, weights_only=False))
     assert_same(*(outcome(lambda p=p: torch.load(p, map_location="meta", weights_only=False)) for p in (src, dst)))
-    # a bare storage that is fake keeps its tag as an attribute, whatever map_location says
+    # a bare fake storage keeps its location tag as an attribute, whatever map_location is
     zoo.save(made, src, ("cpu",), pickle_protocol=protocol)
-    if (name, VERSION) != ("generator", (2, 8)):  # torch loads no generator as fake, and 2.8 crashes: SIGSEGV
+    if (name, VERSION) != ("generator", (2, 8)):  # torch loads no fake generators, and 2.8 crashes (SIGSEGV)
         assert_same(fake(src), fake(dst))
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_safe_loader(name: str, tmp_path: Path) -> None:
-    """Where torch's safe loader takes the protocol 2 file, it takes the output of that and
-    of the same object in protocols 4 and 5.
-    """
+    """If torch's safe loader reads the protocol 2 file, it also reads the outputs of protocols 2, 4 and 5."""
     taken = False
     for protocol in (2, 4, 5):
         src, dst = tmp_path / f"src{protocol}.pt", tmp_path / f"dst{protocol}.pt"
@@ -157,7 +155,7 @@ def test_safe_loader(name: str, tmp_path: Path) -> None:
             taken = not isinstance(outcome(partial(torch.load, src, map_location="cpu", weights_only=True)), type)
         if taken:
             assert_same(torch.load(src, map_location="cpu", weights_only=False), torch.load(dst, weights_only=True))
-            assert record(dst)[:2] == b"\x80\x02"  # of others it warns
+            assert record(dst)[:2] == b"\x80\x02"  # the loader warns about other protocols
     assert (
         taken or name not in SAFE or (name == "nested" and VERSION >= (2, 15)) or (name == "meta" and VERSION < (2, 7))
     )
@@ -172,8 +170,8 @@ SAFE = [
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 def test_empty_bytes_for_the_safe_loader(protocol: int, tmp_path: Path) -> None:
-    """``b''`` is a call of ``bytes`` in protocol 2, which the safe loader refuses; from later
-    protocols it comes in a way that it takes.
+    """The output contains ``b''`` in a form that the safe loader reads if the source has a later protocol than 2. In
+    protocol 2, ``b''`` is a call of ``bytes``, which the loader refuses.
     """
     empty = {"bytes": b"", "weight": torch.ones(2)}
     zoo.save(empty, tmp_path / "src.pt", pickle_protocol=protocol)
@@ -190,14 +188,16 @@ OTHER_BYTES = ["parameters", "numpy_objects", "containers", "cycles", "module"] 
 
 @pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in (*OTHER_BYTES, *zoo.NEEDS_PROTOCOL)])
 def test_without_edits_the_pickle_is_the_same_bytes(name: str, tmp_path: Path) -> None:
-    """What ``torch.save`` wrote is written again byte for byte."""
+    """A conversion without edits writes the pickle of ``torch.save`` with the same bytes."""
     zoo.save(zoo.ZOO[name](), tmp_path / "src.pt")
     ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt")
     assert record(tmp_path / "src.pt") == record(tmp_path / "dst.pt")
 
 
-def test_the_zoo_says_what_it_means(tmp_path: Path) -> None:
-    """One storage under two classes, tags in turn, all protocols: what the tests above rely on."""
+def test_the_zoo_contains_what_tests_rely_on(tmp_path: Path) -> None:
+    """The zoo contains what other tests rely on: one storage with two classes, alternating location tags, and
+    protocols.
+    """
     path = tmp_path / "src.pt"
     zoo.save(zoo.two_dtypes(), path)
     names = [arg for _, arg, _ in pickletools.genops(record(path)) if isinstance(arg, str)]
@@ -243,16 +243,16 @@ NAN = struct.unpack("<dd", bytes.fromhex("010000000000f87f020000000000f87f"))
         (torch.float16, torch.bfloat16),
     ],
 )
-def test_the_judge_sees_differences(left: Any, right: Any) -> None:
-    """What differs in one small thing is not the same; what does not, is."""
+def test_the_comparison_finds_differences(left: Any, right: Any) -> None:
+    """The comparison of objects finds every small difference, and no difference between an object and itself."""
     assert_same(left, left)
     with pytest.raises(AssertionError):
         assert_same(left, right)
 
 
 def test_table_of_dtypes_is_that_of_torch() -> None:
-    """Every dtype that this torch has is in ours, with its storage class and width; the new
-    ones are written as UntypedStorage. Ours has those of other versions too.
+    """The table of dtypes contains every dtype of torch with its storage class and size. It also contains those of
+    other versions.
     """
     classes = {str(dtype)[6:]: name for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
     without = {str(dtype)[6:] for dtype in torch.storage._new_dtypes()}
@@ -267,8 +267,8 @@ def test_table_of_dtypes_is_that_of_torch() -> None:
 
 
 @pytest.mark.parametrize("name", ["dtypes", "quantized", "meta", "views", "two_dtypes", "parameters"])
-def test_tensors_are_what_torch_says(name: str, tmp_path: Path) -> None:
-    """Dtype, shape, stride, offset and requires_grad, by path, as torch loads them."""
+def test_properties_of_tensors_are_those_of_torch(name: str, tmp_path: Path) -> None:
+    """Dtype, shape, stride, offset, requires_grad and contiguity of each tensor are those of torch."""
     zoo.save(zoo.ZOO[name](), tmp_path / "src.pt")
     loaded = torch.load(tmp_path / "src.pt", map_location="cpu", weights_only=False)
     tensors = read(tmp_path / "src.pt").tensors
@@ -292,11 +292,13 @@ def test_tensors_are_what_torch_says(name: str, tmp_path: Path) -> None:
     assert checked > 2
 
 
-# Devices that are no storage's tag
+# Devices that are not location tags
 
 
 def wrapped(device: str) -> Any:
-    """A wrapper subclass, and tensors that are rebuilt on a device: the user's data beside them is not touched."""
+    """Return a wrapper subclass, tensors that are rebuilt on a device, and user data with devices, which must not
+    change.
+    """
     device_object = torch.device(device)
     return {
         "wrapper": zoo.WrapperTensor(torch.arange(3.0), device),
@@ -311,8 +313,8 @@ def wrapped(device: str) -> Any:
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize("device", ["xpu:1", "mps:0", "cuda:0"])
 def test_rebuild_devices_to_the_cpu(device: str, protocol: int, tmp_path: Path) -> None:
-    """``to cpu`` is torch's own string map, ``{device: 'cpu'}`` torch's own dict, which
-    must name wrappers' devices as objects.
+    """A string and a dict as map_location give the results of torch. In torch's dict, devices of wrappers must be
+    objects.
     """
     src, dst, mapped = tmp_path / "src.pt", tmp_path / "dst.pt", tmp_path / "mapped.pt"
     tag = "mps" if device == "mps:0" else device
@@ -333,8 +335,8 @@ def test_rebuild_devices_to_the_cpu(device: str, protocol: int, tmp_path: Path) 
 
 
 def test_rebuild_devices_to_another_device(tmp_path: Path) -> None:
-    """A wrapper's device is the one asked for, which need not exist here, its inner tensor's too;
-    a wrapper on the CPU goes there as well.
+    """The devices of a wrapper and its inner tensor are mapped, also to devices that do not exist here. A wrapper on
+    the CPU is mapped too.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     wrapper = zoo.WrapperTensor(torch.arange(3.0), "xpu:1")
@@ -352,14 +354,14 @@ def test_rebuild_devices_to_another_device(tmp_path: Path) -> None:
         assert torch.equal(found[0].inner, torch.arange(3.0))
 
 
-# Classes, checksums, containers
+# Classes, checksums and containers
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("name", ["objects", "module", "cycles", "subclass", "keys"])
 def test_classes_need_not_exist(name: str, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects come through while the module of their classes cannot be imported and
-    torch can load neither source nor output.
+    """Objects whose classes cannot be imported are converted. torch cannot load the source and the output without the
+    module.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     zoo.save(zoo.ZOO[name](), src, pickle_protocol=protocol)
@@ -374,8 +376,8 @@ def test_classes_need_not_exist(name: str, protocol: int, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("some", [False, True])
 def test_checksums(tmp_path: Path, some: bool) -> None:
-    """With ``set_crc32_options(False)`` torch writes zeros for checksums; the output has zeros everywhere, the changed
-    data.pkl included, and a note says so. Else Python's zipfile finds every record sound.
+    """If the source has no checksums, the output has none either, and a note reports it. Otherwise, zipfile verifies
+    every record.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     with nullcontext() if some else without_crc32():
@@ -389,7 +391,7 @@ def test_checksums(tmp_path: Path, some: bool) -> None:
 
 
 def data_offsets(path: Path) -> dict[str, int]:
-    """Where the bytes of each record start."""
+    """Return the offset of the data of each record."""
     offsets = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for info in archive.infolist():
@@ -401,9 +403,10 @@ def data_offsets(path: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ["views", "training", "module", "long_values", "two_dtypes"])
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_zipped_again_by_another_tool(name: str, method: int, tmp_path: Path) -> None:
-    """A checkpoint whose records another tool stored or deflated, in another order, anywhere,
-    comes out stored and aligned, and the same.
+def test_archives_of_another_tool(name: str, method: int, tmp_path: Path) -> None:
+    """A checkpoint that another tool rewrote is converted to stored and aligned records with equal tensors.
+
+    The records of the source are stored or deflated, in another order, and not aligned.
     """
     src, zipped, dst = tmp_path / "src.pt", tmp_path / "zipped.pt", tmp_path / "dst.pt"
     zoo.save(zoo.ZOO[name](), src)
@@ -424,16 +427,16 @@ def test_zipped_again_by_another_tool(name: str, method: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("orphan", [False, True])
 def test_a_record_over_four_gigabytes(orphan: bool, tmp_path: Path) -> None:
-    """Zip64: the planned file of a storage above 4 GiB, only the ends of its ranges filled in, is a
-    zip to zipfile and a checkpoint to torch.
+    """A file with a storage of more than 4 GiB is planned with zip64. zipfile and torch read it, although only the ends
+    of each piece are written.
 
-    With an orphan, a record that nothing refers to, the large one moves and gets a header of our own.
+    With an unused record, the large record moves and gets a new header.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     size = (1 << 32) + 64
     last = torch.arange(5)
     big = {"first": torch.ones(3), "big": torch.empty(size, dtype=torch.uint8), "last": last}
-    with torch.serialization.skip_data():  # a file with holes: nothing of that size is held or written
+    with torch.serialization.skip_data():  # a sparse file: nothing of that size is held or written
         zoo.save(big, src, ("cuda:0",))
     pickled = record(src)
     writer = torch._C.PyTorchFileWriter(str(src))
@@ -465,7 +468,7 @@ def test_a_record_over_four_gigabytes(orphan: bool, tmp_path: Path) -> None:
         assert [info.file_size for info in archive.infolist() if "/data/" in info.filename] == [12, size, 40]
         assert archive.read("src/data.pkl") == record(dst)
     assert all(offset % 64 == 0 for key, offset in data_offsets(dst).items() if key.startswith("data/"))
-    assert read(dst).storages["1"].nbytes == size  # our own reader is stricter than either
+    assert read(dst).storages["1"].nbytes == size  # this reader is stricter than both
     found, tags = tags_of(dst, mmap=True)
     assert tags == ["cpu"] * 3
     assert found["big"].shape == (size,)

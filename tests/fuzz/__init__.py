@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of everything that reads a file: ``.ci/fuzz`` runs it.
+"""Coverage-guided fuzzing of all code that reads files. ``.ci/fuzz`` runs it.
 
-The findings that were mended stand in ``findings``, and ``tests/fuzz/test_findings.py`` tries each again.
+Fixed findings are stored in ``findings``. ``tests/fuzz/test_findings.py`` runs each of them again.
 """

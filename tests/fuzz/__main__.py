@@ -1,8 +1,8 @@
-"""All targets, one after another: ``python -m tests.fuzz [SECONDS]``, 60 in all unless said otherwise.
+"""Fuzz all targets, one after another: ``python -m tests.fuzz [SECONDS]``. The default is 60 seconds in total.
 
-A line for each; findings stand in ``.fuzz/``; exit 1 if there is one. ``--fast``: without coverage, which takes more
-time than the targets do. ``--corpora FOLDER``, or ``CKPTCONV_FUZZ_CORPORA``: inputs are kept there for the next run,
-and ``tally.json`` has what all runs together did.
+One line is printed for each target. Findings are stored in ``.fuzz/``, and the exit status is 1 if there are any.
+``--fast`` turns off coverage, which takes more time than the targets themselves. ``--corpora FOLDER`` or
+``CKPTCONV_FUZZ_CORPORA`` keeps the inputs in a folder for the next run, with the sums of all runs in ``tally.json``.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ __all__ = ["main"]
 
 _ROOT = Path(__file__).parents[2]
 _FINDINGS = _ROOT / ".fuzz"
-_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a folder without a disk below it
-_LEAST = 2  # seconds for a target
+_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a folder in memory
+_LEAST = 2  # the least seconds for each target
 _LINE = "{:<12}{:>12}{:>10}{:>12}{:>10}{:>11}{:>11}{:>9}"
-_ADDED = ("executions", "read", "findings", "seconds", "runs")  # of several processes; of all else the largest counts
+_ADDED = ("executions", "read", "findings", "seconds", "runs")  # added up over processes; the other values are maximums
 
 _Fuzz = Callable[[str, int, Path, Path, Path], None]
 
 
 def main() -> int:
-    """Run it; the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seconds", nargs="?", type=int, default=60)
     parser.add_argument("--target", action="append", help="this one alone (repeatable)")
@@ -49,7 +49,7 @@ def main() -> int:
     _FINDINGS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ckptconv-fuzz-", dir=_MEMORY) as name:
         corpora = Path(asked.corpora or Path(name, "corpora"))
-        # which needs torch
+        # a separate process, because the seeds need torch
         seeding = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "tests.fuzz.seeds", str(corpora)])
         fuzz = _driver(fast=asked.fast)
         if seeding.wait():
@@ -77,13 +77,13 @@ def main() -> int:
 
 
 def _driver(*, fast: bool) -> _Fuzz:
-    """What fuzzes one target."""
+    """Return the function that fuzzes one target."""
     if fast:
         from tests.fuzz import fast as plain
 
         return plain.fuzz
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # a line for each module
+        with contextlib.redirect_stderr(io.StringIO()):  # atheris prints a line for each module
             from tests.fuzz import run
     except ImportError as error:
         sys.exit(
@@ -93,8 +93,9 @@ def _driver(*, fast: bool) -> _Fuzz:
 
 
 def _fuzz(fuzz: _Fuzz, target: str, seconds: float, work: Path, corpus: Path) -> dict[str, Any]:
-    """`fuzz` `target` for so many `seconds`, in a process of its own; where an input ends that, in another one for what
-    is left. What they did.
+    """Run `fuzz` on `target` for `seconds` in a child process, and return the report.
+
+    If an input ends the process, another process uses the remaining time, and the reports are combined.
     """
     for kept in (Path(__file__).parent / "findings").glob(f"{target}-*"):
         (corpus / kept.name).write_bytes(kept.read_bytes())
@@ -120,7 +121,7 @@ def _fuzz(fuzz: _Fuzz, target: str, seconds: float, work: Path, corpus: Path) ->
 
 
 def _keep_at_hand(target: str, work: Path) -> None:
-    """Keep the input that ended a process; libFuzzer has kept its own."""
+    """Store the input that ended a process of the fast driver. libFuzzer stores its own inputs."""
     try:
         length, data = struct.unpack("<Q", (found := (work / "at_hand").read_bytes())[:8])[0], found[8:]
     except FileNotFoundError:
@@ -129,7 +130,10 @@ def _keep_at_hand(target: str, work: Path) -> None:
 
 
 def _forked(run: Callable[[], object], log: Path) -> int:
-    """`run` in a copy of this process, which has everything imported, with its output in `log`; the exit status."""
+    """Call `run` in a fork of this process, with its output in `log`, and return the exit status.
+
+    The fork has already imported all modules.
+    """
     pid = os.fork()
     if not pid:
         try:
@@ -145,7 +149,7 @@ def _forked(run: Callable[[], object], log: Path) -> int:
 
 
 def _add(total: dict[str, Any], report: dict[str, Any], executed: re.Match[str] | None) -> None:
-    """`report` of one more process, into `total`; `executed`: how many inputs libFuzzer says that it tried."""
+    """Add the `report` of another process to `total`. `executed` contains libFuzzer's own number of executions."""
     if executed:
         report["executions"] = max(report["executions"], int(executed[1]))
     for key, value in report.items():
@@ -153,14 +157,14 @@ def _add(total: dict[str, Any], report: dict[str, Any], executed: re.Match[str] 
 
 
 def _tally(path: Path, target: str, report: dict[str, Any]) -> None:
-    """Add `report` of a run to what stands at `path`."""
+    """Add the `report` of a run to the file at `path`."""
     tally = json.loads(path.read_text()) if path.exists() else {}
     _add(tally.setdefault(target, {}), {**report, "runs": 1}, executed=None)
     path.write_text(json.dumps(tally, indent=1) + "\n")
 
 
 def _say_sum(corpora: Path) -> None:
-    """What all runs with these `corpora` did together."""
+    """Print the sums of all runs with these `corpora`."""
     tally = json.loads((corpora / "tally.json").read_text())
     print("in all runs:")
     for target, report in tally.items():

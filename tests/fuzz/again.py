@@ -1,6 +1,6 @@
-"""One input through its target again: ``python -m tests.fuzz.again PATH``.
+"""Run a stored input through its target again: ``python -m tests.fuzz.again PATH``.
 
-The file's name begins with that of the target, as ``.ci/fuzz`` names what it finds. Needs no atheris.
+The name of the file begins with the name of the target, as in the findings of ``.ci/fuzz``. atheris is not needed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["target_of"]
 
 
 def target_of(path: Path) -> str:
-    """The target that the file at `path` is for."""
+    """Return the target of the file at `path`."""
     return path.name.split("-")[0]
 
 
 def main() -> None:
-    """Raise what the target raises."""
+    """Run the input. The exception of the target is not caught."""
     path = Path(sys.argv[1])
     sys.setrecursionlimit(10_000)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,4 @@
-"""Zip archives as a list of records that can be changed and put together again, with
-checksums that are right or not, as asked.
-"""
+"""Zip archives as lists of records that can be changed and written again, with correct or incorrect checksums."""
 
 from __future__ import annotations
 
@@ -58,14 +56,14 @@ _ODD = (
     0xFFFFFFFE,
     0xFFFFFFFF,
 )
-_MOST = 1 << 20  # bytes that a deflated record may become here
+_MOST = 1 << 20  # the most bytes that a deflated record is inflated to
 
 
 @dataclass(frozen=True)
 class Record:
-    """One member: `data`, before it is deflated.
+    """A member of an archive. `data` is not compressed.
 
-    ``lies``: what its headers say otherwise than it is, by ``local.FIELD`` or ``central.FIELD``.
+    `lies` contains false values for fields of the headers. The keys are ``local.FIELD`` or ``central.FIELD``.
     """
 
     name: bytes
@@ -77,14 +75,14 @@ class Record:
     lies: dict[str, int] = field(default_factory=dict)
 
     def lying(self, random: Random) -> Record:
-        """The same with another lie."""
+        """Return a copy of this record with another false value in a header."""
         where, fields = random.choice((("local", _LOCAL_FIELDS), ("central", _CENTRAL_FIELDS)))
         lies = {f"{where}.{random.choice(fields[1:])}": random.choice(_ODD)}
         return replace(self, lies={**self.lies, **lies})
 
 
 def archive(records: list[Record], *, zip64: bool = False, comment: bytes = b"") -> bytes:
-    """A zip of `records`."""
+    """Return a zip archive of `records`."""
     out, directory = bytearray(), bytearray()
     for record in records:
         local, central, stored = _headers(record, len(out))
@@ -103,8 +101,8 @@ def archive(records: list[Record], *, zip64: bool = False, comment: bytes = b"")
 
 
 def _headers(record: Record, at: int) -> tuple[bytes, bytes, bytes]:
-    """The local header of `record` at `at` with its name and extra field, its entry in the
-    directory, and the bytes as they are stored.
+    """Return the local header of `record` at offset `at` with name and extra field, its directory entry, and its stored
+    bytes.
     """
     deflate = zlib.compressobj(wbits=-15)
     stored = deflate.compress(record.data) + deflate.flush() if record.deflated else record.data
@@ -136,7 +134,7 @@ def _packed(
 
 
 def records_of(data: bytes) -> list[Record] | None:
-    """The records of the zip `data`, as far as Python's zipfile gives them; None where it gives none."""
+    """Return the records of the zip archive `data`, or None if Python's zipfile cannot read any."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as opened:
             return [_record(data, info) for info in opened.infolist()] or None

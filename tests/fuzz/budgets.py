@@ -1,9 +1,13 @@
-"""What the worst shapes of pickles cost: ``python -m tests.fuzz.budgets [OPCODES [COMMAND...]]``, 1,000,000 of each
-unless said otherwise. Each is the ``data.pkl`` of a file of torch, read in a process of its own.
+"""Measure the cost of the worst shapes of pickles: ``python -m tests.fuzz.budgets [OPCODES [COMMAND...]]``.
 
-A line for each shape and command: seconds of the processor, as a share of the budget of 2 s for each MB of inflated
-pickle and 10 µs for each opcode; bytes of memory for each opcode beyond what the process had before and 64 MB, of which
-300 are the budget; and what came of it. Exit 1 where a budget is exceeded.
+Each pickle has 1,000,000 opcodes by default. It is the ``data.pkl`` of a torch file, which is read in a new process.
+One line is printed for each shape and command:
+
+- the processor time as a share of the budget, which is 2 s for each MB of the inflated pickle and 10 µs for each opcode
+- the bytes of memory for each opcode, beyond the memory at the start and 64 MB, with a budget of 300
+- the result of the command
+
+The exit status is 1 if a budget is exceeded.
 """
 
 from __future__ import annotations
@@ -43,7 +47,10 @@ def _long(start: bytes, *opcodes: bytes) -> Callable[[int], bytes]:
 
 
 def _shared(shared: Callable[[int], bytes], *each: bytes, also: bytes = b"N") -> Callable[[int], bytes]:
-    """What half of the opcodes make (memo 0), which the opcodes `each` take again and again; memo 1 is `also`."""
+    """Return a shape whose second half uses a shared value from the first half again and again.
+
+    Memo 0 is the shared value, and memo 1 is the value of `also`. `each` are the opcodes that use them.
+    """
     holder = b"".join(each)
     return lambda n: b"(" + shared(n // 2) + b"q\0" + also + b"q\1" + holder * (n // 2 // len(each)) + b"t"
 
@@ -93,7 +100,7 @@ def _parameters(n: int) -> bytes:
 
 
 def _groups(n: int) -> bytes:
-    """A state dict of an optimizer, of which all groups have one list of parameters."""
+    """Return a state dict of an optimizer. All of its groups share one list of parameters."""
     group = b"}(" + text("params") + b"h\0" + text("lr") + b"Nu"
     return (
         b"}("
@@ -109,7 +116,7 @@ def _groups(n: int) -> bytes:
 
 
 def _optimizers(n: int) -> bytes:
-    """State dicts of optimizers that have one list of groups, whose only group has many names."""
+    """Return state dicts of optimizers that share one list of groups. The only group has many names."""
     names = b"](" + b"".join(b"\x8c\x08%08d" % i for i in range(n // 2)) + b"e"
     groups = b"]}" + text("params") + names + b"sa"
     each = b"}(" + text("state") + b"}" + text("param_groups") + b"h\0u"
@@ -117,7 +124,7 @@ def _optimizers(n: int) -> bytes:
 
 
 def _modules(n: int) -> bytes:
-    """Modules that have one dict of parameters."""
+    """Return modules that share one dict of parameters."""
     module = b"h\1)\x81}(" + _PARTS[0] + b"h\0" + _PARTS[1] + b"}" + _PARTS[2] + b"}ub"
     return b"](" + _parameters(n // 2) + b"q\0000" + _CLASS + b"q\0010" + module * (n // 26) + b"e"
 
@@ -128,7 +135,11 @@ _ARRAY = b"h\0h\2K\0\x85C\1b\x87R(K\1K\1\x85h\1\x89C\x08\0\0\0\0\0\0\xf0?tb"
 
 
 def _data(made_by: bytes, each: bytes, opcodes: int, before: bytes = b"") -> Callable[[int], bytes]:
-    """A list of objects, each of so many `opcodes`, that are made by what is memo 0."""
+    """Return a shape with a list of objects of a shared class or function. Each object has the given number of
+    `opcodes`.
+
+    `made_by` pushes the shared callable, which becomes memo 0.
+    """
     return lambda n: before + made_by + b"q\0000](" + each * (n // opcodes) + b"e"
 
 
@@ -139,20 +150,22 @@ _NEW_ARRAY = b"cnumpy._core.multiarray\n_reconstruct\nq\0000cnumpy\nndarray\nq\0
 
 
 def _scalars(n: int) -> bytes:
-    """Numbers of one dtype, to which elements were appended."""
+    """Return NumPy scalars of one dtype, to which elements were appended."""
     dtype = b"cnumpy\ndtype\n\x8c\2f8\x89\x88\x87R(K\3\x8c\1<" + _END + b"(" + b"K\7" * (n // 2) + b"eq\0010"
     return _SCALAR + dtype + b"C\x08\0\0\0\0\0\0\xf0?q\0020](" + b"h\0h\1h\2\x86R" * (n // 10) + b"e"
 
 
 def _text_scalars(n: int) -> bytes:
-    """Texts of numpy's, made of the same bytes."""
+    """Return NumPy strings that are made of the same bytes."""
     size = (60_000).to_bytes(4, "little")
     dtype = b"cnumpy\ndtype\n\x8c\6U15000\x89\x88\x87R(K\3\x8c\1<NNNJ" + size + b"K\4K\x08tbq\0010"
     return _SCALAR + dtype + b"B" + size + b"a\0\0\0" * 15_000 + b"q\0020](" + b"h\0h\1h\2\x86R" * (n // 5) + b"e"
 
 
 def _arrays(shared: Callable[[int], bytes], each: bytes, before: bytes = b"") -> Callable[[int], bytes]:
-    """Arrays of numpy that share something (memo 3), each of 17 opcodes, of which `each` gives the state."""
+    """Return a shape with NumPy arrays that share a value (memo 3). Each has 17 opcodes, and `each` pushes its
+    state.
+    """
     array = b"h\0h\2K\0\x85C\1b\x87R(K\1" + each + b"tb"
     return lambda n: _NEW_ARRAY + before + shared(n // 2) + b"q\0030](" + array * (n // 34) + b"e"
 
@@ -161,14 +174,14 @@ _OBJECTS = b"cnumpy\ndtype\n\x8c\2O8\x89\x88\x87R(K\3\x8c\1|" + _END + b"q\0040"
 
 
 def _axes(n: int) -> bytes:
-    """Arrays of numpy that share the order of their axes."""
+    """Return NumPy arrays that share the order of their axes."""
     array = b"h\0(C\x08\0\0\0\0\0\0\xf0?h\1K\1\x85\x8c\1Kh\3tR"
     function = b"cnumpy._core.numeric\n_frombuffer\nq\0000"
     return function + _FLOATS + _tuple(n // 2) + b"q\0030](" + array * (n // 18) + b"e"
 
 
 def _with_metadata(n: int) -> bytes:
-    """Tensors of different shapes that share a long dict of metadata."""
+    """Return tensors of different shapes that share a long dict of metadata."""
     before = _dict(n // 2) + b"q\0000" + storage(numel=integer(0)) + b"q\0010"
     before += b"ctorch._utils\n_rebuild_tensor_v2\nq\0020ccollections\nOrderedDict\n)Rq\0030]("
     shapes = (b"K\0J" + i.to_bytes(4, "little") + b"\x86K\1K\1\x86" for i in range(n // 32))
@@ -176,14 +189,14 @@ def _with_metadata(n: int) -> bytes:
 
 
 def _on_devices(n: int) -> bytes:
-    """Tensors on one device, which has many parts."""
+    """Return tensors on one device, which is made from a long tuple."""
     before = b"ctorch\ndevice\n" + _tuple(n // 2) + b"Rq\0000ctorch\nfloat32\nq\0020"
     function = b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\nq\0010"
     return before + function + b"](" + b"h\1(Nh\2h\0\x89tR" * (n // 18) + b"e"
 
 
 def _tied(n: int) -> bytes:
-    """Tensors that are tied to one with a long name."""
+    """Return tensors that are tied to a tensor with a long name."""
     before = b"ctorch._utils\n_rebuild_tensor_v2\nq\0000" + storage(numel=integer(0))
     each = b"h\0(h\1K\0K\0\x85K\1\x85\x89h\2tRq\0030"
     names = text("a" * 60_000) + b"h\3" + b"".join(text(str(i)) + b"h\3" for i in range(n // 2))
@@ -191,7 +204,7 @@ def _tied(n: int) -> bytes:
 
 
 def _on_long_device(n: int) -> bytes:
-    """Tensors on a device with a long name."""
+    """Return tensors on a device with a long name."""
     before = b"ctorch._utils\n_rebuild_tensor_v2\nq\0000" + storage(numel=integer(0), tag="c" * 60_000) + b"q\0010"
     each = b"h\0(h\1K\0K\0\x85K\1\x85\x89h\2tR"
     tensors = b"".join(text(str(i)) + each for i in range(n // 12))
@@ -199,13 +212,13 @@ def _on_long_device(n: int) -> bytes:
 
 
 def _tuples_of_tuples(n: int) -> bytes:
-    """Dicts that have one key: a tuple of tuples of tuples, which share their items."""
+    """Return dicts with one shared key: nested tuples that share their items."""
     deeper = b"".join(b"(" + b"h\0" * 64 + b"tq\0000" for _ in range(3))
     return b"(" + b"K\1" * 64 + b"tq\0000" + deeper + b"](" + b"}h\0Ns" * (n // 4) + b"e"
 
 
 def _below_lists(n: int) -> bytes:
-    """Objects below many levels of lists, next to other lists."""
+    """Return objects below many levels of lists, next to other lists."""
     chain = b"]" * 300 + _CALL + b")R" + b"a" * 300
     return b"](](" + b"]" * n + b"e" + chain * 25 + b"e"
 
@@ -217,7 +230,7 @@ _CODECS = (
     "iso8859_2 iso8859_3 iso8859_4 iso8859_5 iso8859_6 iso8859_7 iso8859_8 iso8859_9 iso8859_15"
 )
 _ENCODE = b"c_codecs\nencode\n"
-_DEEPER = b"h\0h\2X\1\0\0\0%b\x86Rq\2"  # an attribute of what memo 2 is
+_DEEPER = b"h\0h\2X\1\0\0\0%b\x86Rq\2"  # an attribute of memo 2
 
 
 def _dicts_of_tensors(n: int) -> bytes:
@@ -225,14 +238,14 @@ def _dicts_of_tensors(n: int) -> bytes:
 
 
 def _in_codecs(n: int) -> bytes:
-    """One text, encoded with many codecs again and again."""
+    """Return one text that is encoded with many codecs again and again."""
     codecs = _CODECS.split()
     calls = b"".join(b"h\1h\0" + text(codecs[i % len(codecs)]) + b"\x86R" for i in range(n // 5))
     return b"(" + _text(n) + b"q\0" + _ENCODE + b"q\1" + calls + b"t"
 
 
 def _attributes(each: bytes) -> Callable[[int], bytes]:
-    """A chain of attributes that is also listed, each by the opcodes `each`."""
+    """Return a shape with a chain of attributes, which are also items of a tuple. `each` pushes one attribute."""
     return lambda n: b"(" + _GETATTR + b"q\0cm\nf\nq\2" + each * (n // 6) + b"t"
 
 
@@ -371,7 +384,7 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "a getter": _shared(_getter, b"h\0", b"h\1", b"\x85", b"R", also=_CALL),
     "a list of parameters in groups": _groups,
     "a list of groups in optimizers": _optimizers,
-    "modules of one dict": _modules,  # bounded by how many names there may be
+    "modules of one dict": _modules,  # the number of names is limited
     "dicts with a tensor": _dicts_of_tensors,
     "a text in many codecs": _in_codecs,
     "attributes, each in a list": _attributes(_DEEPER % b"a"),
@@ -401,14 +414,16 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
 
 
 def file_of(shape: str, opcodes: int) -> tuple[bytes, int]:
-    """A file of torch whose pickle has that `shape` and about so many `opcodes`, and the length of the pickle."""
+    """Return a torch file whose pickle has the given shape and about `opcodes` opcodes, and the length of the
+    pickle.
+    """
     pickled = _WRAPPED % SHAPES[shape](opcodes)
     storages = [Record(b"a/data/" + key, b"") for key in {b"0", *re.findall(rb"(data of [0-9]{8})", pickled)}]
     return archive([Record(b"a/data.pkl", pickled), Record(b"a/version", b"3\n"), *storages]), len(pickled)
 
 
 def opcodes_for(shape: str, nbytes: int) -> int:
-    """Return how many opcodes a pickle of that `shape` and of at most `nbytes` bytes has, up to `nbytes`."""
+    """Return the number of opcodes of the longest pickle with this `shape` that has at most `nbytes` bytes."""
     low, high = 1000, nbytes
     while high - low > nbytes // 100:
         middle = (low + high) // 2
@@ -417,21 +432,19 @@ def opcodes_for(shape: str, nbytes: int) -> int:
 
 
 def seconds_for(length: int, opcodes: int) -> float:
-    """The budget in seconds of a pickle of `length` bytes and so many `opcodes`."""
+    """Return the budget in seconds for a pickle of `length` bytes and `opcodes` opcodes."""
     return SECONDS_EACH_MB * length / MB + SECONDS_EACH * opcodes
 
 
 class Cost:
-    """What COMMAND on a file cost: processor `seconds` and bytes of `memory` beyond what
-    the process had; and what `came` of it.
-    """
+    """The cost of a command: processor `seconds`, bytes of additional `memory`, and its result (`came`)."""
 
     def __init__(self, seconds: float, memory: int, came: str) -> None:
         self.seconds, self.memory, self.came = seconds, memory, came
 
 
 def measured(command: str, path: Path) -> Cost:
-    """`command` on the file at `path`, in a process of its own."""
+    """Return the cost of `command` on the file at `path`, in a new process."""
     words = [sys.executable, "-m", "tests.fuzz.budgets", "--measure", command, str(path)]
     where = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": where})
@@ -440,7 +453,7 @@ def measured(command: str, path: Path) -> Cost:
 
 
 def _measure(command: str, path: Path) -> None:
-    """Do `command` here, and print what it cost."""
+    """Run `command` in this process and print its cost."""
     import ckptconv
     from ckptconv.byteranges.sources import Source
     from ckptconv.errors import CkptconvError
@@ -450,7 +463,7 @@ def _measure(command: str, path: Path) -> None:
 
     (path.parent / "warm.pt").write_bytes(file_of("None", 10)[0])
     for each in (path.parent / "warm.pt", path):
-        Path("/proc/self/clear_refs").write_text("5")  # from here on the highest is counted anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
         before, started, came = memory("VmRSS"), time.process_time(), "done"
         try:
             if command == "parse":
@@ -471,14 +484,14 @@ def _measure(command: str, path: Path) -> None:
 
 
 def memory(which: str) -> int:
-    """Bytes of memory of this process: VmRSS, those that it has, or VmHWM, the most that it has had."""
+    """Return the bytes of memory of this process: the current size (VmRSS) or the peak (VmHWM)."""
     found = re.search(rf"{which}:\s+([0-9]+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) * 1024
 
 
 def main() -> int:
-    """Measure all; the exit status."""
+    """Measure all shapes and return the exit status."""
     if sys.argv[1:2] == ["--measure"]:
         _measure(sys.argv[2], Path(sys.argv[3]))
         return 0

@@ -1,8 +1,10 @@
-"""Many pickles through CPython's unpicklers and the lenient reader: ``python -m tests.fuzz.differential [COUNT]``.
+"""Compare CPython's unpicklers with the lenient reader on many pickles: ``python -m tests.fuzz.differential
+[COUNT]``.
 
-Needs no atheris and writes no files but findings, which go to ``.fuzz/``. Runs in a copy of this process whose address
-space is bounded, because C's unpickler makes its memo as long as a pickle says. Exit 1 where there is a finding: a
-global that one of the two reaches and the lenient reader does not list, an exception of ours, the end of the process.
+atheris is not needed, and only findings are written, to ``.fuzz/``. The pickles are read in a fork of this process with
+a limited address space, because C's unpickler makes its memo as long as the pickle requires. The exit status is 1 if
+there is a finding: a global that an unpickler reaches and the lenient reader does not list, an exception of ckptconv,
+or the end of the process.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ from tests.fuzz.odd_pickles import BY_HAND, made, mutated
 __all__ = ["main"]
 
 _FINDINGS = Path(__file__).parents[2] / ".fuzz"
-_ADDRESS_SPACE = 384 << 20  # bytes, of which an interpreter takes some 50
+_ADDRESS_SPACE = 384 << 20  # bytes, of which an interpreter uses about 50 MB
 _LONGEST = 4096  # bytes of a pickle
-_REMEMBERED = 400  # pickles to change
-_NUMBER = 8  # bytes of a number in what both processes see
+_REMEMBERED = 400  # the most pickles that are kept for changes
+_NUMBER = 8  # bytes of a number on the board
 _EXECUTED, _REACHED, _DOUBTFUL, _FOUND, _LENGTH = range(5)
 
 
 class _Board:
-    """Numbers and the pickle at hand, which outlive the process that has them."""
+    """The counters and the current pickle, in memory that is shared with the child process."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, mmap.PAGESIZE + _LONGEST)
@@ -44,17 +46,17 @@ class _Board:
         self.memory[what * _NUMBER : (what + 1) * _NUMBER] = number.to_bytes(_NUMBER, "little")
 
     def start(self, data: bytes) -> None:
-        """`data` is next."""
+        """Store `data` as the current pickle."""
         self[_LENGTH] = len(data)
         self.memory[mmap.PAGESIZE : mmap.PAGESIZE + len(data)] = data
 
     def at_hand(self) -> bytes:
-        """What was started last."""
+        """Return the current pickle."""
         return self.memory[mmap.PAGESIZE : mmap.PAGESIZE + self[_LENGTH]]
 
 
 def _fuzz(count: int, seed: int, board: _Board) -> None:
-    """Run `count` pickles, the same ones for the same `seed`, and keep what is found."""
+    """Compare `count` pickles and keep the findings. The same `seed` gives the same pickles."""
     gc.freeze()
     random = Random(seed)
     pool = [*BY_HAND.values()]
@@ -83,7 +85,9 @@ def _next(pool: list[bytes], random: Random) -> bytes:
 
 
 def _wrong(data: bytes, board: _Board | None = None) -> str | None:
-    """What is wrong with what the lenient reader says of `data`, in few words: the same for the same fault."""
+    """Return a short description of the error of the lenient reader for `data`, or None. Equal errors have equal
+    descriptions.
+    """
     try:
         seen = unpicklers.compared(data)
     except Exception as error:
@@ -95,7 +99,7 @@ def _wrong(data: bytes, board: _Board | None = None) -> str | None:
 
 
 def _smaller(data: bytes, board: _Board) -> bytes:
-    """A part of `data` with which something is wrong as well."""
+    """Return a shortened copy of `data` that still causes an error."""
     size = len(data) // 2
     while size:
         at = 0
@@ -118,14 +122,14 @@ def _keep(data: bytes, wrong: str) -> None:
 
 
 def _bounded(count: int, seed: int, board: _Board) -> int:
-    """Do it in a copy of this process; its exit status."""
+    """Run the comparison in a fork of this process and return the exit status."""
     pid = os.fork()
     if not pid:
         status = 1
         try:
             resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python complains there about errors that it cannot raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python prints exceptions there that it cannot raise
             _fuzz(count, seed, board)
             status = 0
         finally:
@@ -135,7 +139,7 @@ def _bounded(count: int, seed: int, board: _Board) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it; the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("count", nargs="?", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0, help="another one gives other pickles")

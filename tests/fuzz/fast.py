@@ -1,6 +1,7 @@
-"""One target without coverage, several times as fast: what is new is an error that is raised at another place.
+"""Fuzz one target without coverage, which is several times as fast. An input is new if it raises an error at a new
+place.
 
-Needs no atheris. What hangs ends the process, and the input stands in ``work/at_hand``.
+atheris is not needed. An input that hangs ends the process, and is stored in ``work/at_hand``.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from tests.fuzz.mutators import MUTATORS, noise
 
 __all__ = ["fuzz"]
 
-_NUMBER = 8  # bytes of the length in front of the input at hand, little-endian
-_CHANGES = (1, 1, 1, 2, 4)  # one behind another
+_NUMBER = 8  # bytes of the length before the current input, little-endian
+_CHANGES = (1, 1, 1, 2, 4)  # numbers of successive changes
 
 
 class _Places:
-    """The places at which errors were made: each the line, and the line that called for it."""
+    """The places where errors are created: the line of the call, and the line of its caller."""
 
     def __init__(self) -> None:
         self.known: set[object] = set()
         self.is_new = False
 
     def watch(self) -> None:
-        """Look at every error of ours that is made from now on."""
+        """Record every CkptconvError that is created from now on."""
         made = CkptconvError.__init__
 
         def watched(error: CkptconvError, *args: Any, **kwargs: Any) -> None:
@@ -53,14 +54,17 @@ class _Places:
 
 
 def fuzz(target: str, seconds: int, work: Path, corpus: Path, finds: Path) -> None:
-    """Fuzz `target` with its `corpus`, which grows; the report goes to `work`, what is found to `finds`."""
+    """Fuzz `target` with the inputs in `corpus`, and add new inputs to it.
+
+    The report is written to `work`, and findings to `finds`.
+    """
     start()
     until = time.monotonic() + seconds
     fuzzer, places, random = Fuzzer(target, work, corpus, finds), _Places(), Random(os.urandom(8))
     places.watch()
-    fuzzer.write_report()  # for who sees this process end with its first input
+    fuzzer.write_report()  # for the parent, if the first input ends this process
     pool, known = [*fuzzer.good], set(fuzzer.good)
-    first = iter(pool.copy())  # so that only what is new among their changes is kept
+    first = iter(pool.copy())  # run first, so that changes count only with new errors
     with (work / "at_hand").open("w+b") as file:
         file.truncate(_NUMBER + LONGEST)
         hand = mmap.mmap(file.fileno(), 0)

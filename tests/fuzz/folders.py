@@ -1,5 +1,6 @@
-"""Several files as one text of bytes, so that a fuzzer can change what stands in a folder: NAME, a newline, the length,
-a newline, the bytes, one file behind another.
+"""Several files as one byte string, so that a fuzzer can change the content of a folder.
+
+Each file is stored as its name, a newline, its length, a newline and its bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ _HEAD = re.compile(rb"([^\n]{1,120})\n([0-9]{1,6})\n")
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """`files` by name, as one."""
+    """Return `files`, which maps names to bytes, as one byte string."""
     return b"".join(
         b"%s\n%d\n%s" % (name.encode("utf-8", "surrogateescape"), len(data), data) for name, data in files.items()
     )
 
 
 def unpack(packed: bytes) -> dict[str, bytes]:
-    """The files in `packed`, as far as it makes sense; the last one can be truncated."""
+    """Return the files in `packed` until the first invalid header. The last file can be truncated."""
     files: dict[str, bytes] = {}
     at = 0
     while head := _HEAD.match(packed, at):
@@ -32,7 +33,7 @@ def unpack(packed: bytes) -> dict[str, bytes]:
 
 
 def write(files: Mapping[str, bytes], folder: Path) -> None:
-    """`files`, into `folder`; one with a name that leads elsewhere is none."""
+    """Write `files` to `folder`. Names that lead to other folders are ignored."""
     for name, data in files.items():
         if name not in (".", "..") and not {"/", "\0"} & set(name):
             (folder / name).write_bytes(data)

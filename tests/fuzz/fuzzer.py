@@ -1,7 +1,8 @@
-"""One target's inputs: each is run and judged, a finding is written down, smaller if that goes fast.
+"""The inputs of one target: each is run and judged. A finding is stored, and shortened if that is fast.
 
-Besides what :mod:`tests.fuzz.targets` calls a finding: more processor time than 1 s and 2 s for each MB, more memory
-than the process had and 64 MB and 300 bytes for each byte of input, which is the most opcodes that it can have.
+Besides the findings of :mod:`tests.fuzz.targets`, an input is a finding if it exceeds a budget. The budget of processor
+time is 1 s and 2 s for each MB. The budget of additional memory is 64 MB and 300 bytes for each byte of input, which is
+also the maximum number of opcodes.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ LONGEST = 1 << 14  # bytes of an input
 HANG = 30  # seconds
 #: Processor time and memory of one input: a floor, and so much for each byte of it.
 _BUDGET = {"seconds": (1.0, 2.0 / MB), "memory": (64 * MB, 300)}
-_TOO_MUCH = 1 << 33  # bytes of address space: what asks for more is a MemoryError, which is a finding
-_SMALLER = 5.0  # seconds to make a finding smaller
-_REMEMBERED = 300  # inputs that could be read
+_TOO_MUCH = 1 << 33  # bytes of address space; larger requests raise MemoryError, which is a finding
+_SMALLER = 5.0  # seconds to shorten a finding
+_REMEMBERED = 300  # the most inputs to remember that were read successfully
 _EVERY = 20  # executions between two reports
 
 
 class Fuzzer:
-    """Runs `target` on inputs, in the folder `work`, where the report goes, and keeps what it finds in `finds`."""
+    """A fuzzer that runs `target` on inputs, with a report in the folder `work` and findings in the folder `finds`."""
 
     def __init__(self, target: str, work: Path, corpus: Path, finds: Path) -> None:
         self.target = target
@@ -41,13 +42,13 @@ class Fuzzer:
         self.folder = work / "files"
         self.folder.mkdir(exist_ok=True)
         self.known: set[str] = set()
-        # To start from again: the corpus is soon full of what is refused early.
+        # These inputs are also changed later, because most of a growing corpus is refused early.
         self.good = [path.read_bytes() for path in sorted(corpus.iterdir())]
         self.report = {"executions": 0, "read": 0, "findings": 0, "slowest": 0.0, "memory": 0, "most_memory": 0}
         self.peak = _peak()
 
     def test_one(self, data: bytes) -> None:
-        """`data`, once; what is wrong is kept."""
+        """Run `data` once, and keep a finding."""
         wrong = self.wrong(data)
         self.report["executions"] += 1
         if wrong and wrong not in self.known:
@@ -58,11 +59,11 @@ class Fuzzer:
             self.write_report()
 
     def write_report(self) -> None:
-        """Write down how far it is."""
+        """Write the current report."""
         (self.work / "report.json").write_text(json.dumps(self.report))
 
     def wrong(self, data: bytes) -> str | None:
-        """What is wrong with `data` in few words: the same for the same fault."""
+        """Return a short description of the error for `data`, or None. Equal errors have equal descriptions."""
         before, started = _resident(), time.process_time()
         try:
             read = targets.run(self.target, data, self.folder)
@@ -85,7 +86,7 @@ class Fuzzer:
         return None
 
     def smaller(self, data: bytes, wrong: str) -> bytes:
-        """A part of `data` that is `wrong` in the same way, as far as that can be found in time."""
+        """Return a shortened copy of `data` with the same error. The search has a time limit."""
         until = time.monotonic() + _SMALLER
         size = max(len(data) // 2, 1)
         while size and time.monotonic() < until:
@@ -106,13 +107,14 @@ class Fuzzer:
 
 
 def _peak() -> int:
-    """The most bytes of memory that this process has had."""
+    """Return the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _resident() -> int:
-    """Bytes of memory that this process has; without the text that budgets.memory reads, which takes a tenth of a
-    small input's time.
+    """Return the current memory of this process in bytes.
+
+    budgets.memory parses a text instead, which takes a tenth of the time of a small input.
     """
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * mmap.PAGESIZE
 
@@ -123,10 +125,11 @@ def _named(error: Exception) -> str:
 
 
 def start() -> None:
-    """Set the bounds of this process that every target needs.
+    """Set the limits of this process that every target needs.
 
-    Nothing is frozen for the garbage collector: conversions count what is frozen, which would take most of the time.
+    No objects are frozen for the garbage collector: conversions count frozen objects, which would take most of the
+    time.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_TOO_MUCH, _TOO_MUCH))
-    sys.setrecursionlimit(10_000)  # the reference machine nests as deep as a pickle
+    sys.setrecursionlimit(10_000)  # the reference machine recurses as deeply as the pickle nests

@@ -1,12 +1,14 @@
-"""What a web server answers, as one text of bytes, and everything that reads it: files by ranges, downloads, lists.
+"""The answers of a web server as one byte string, and the code that reads them: ranges of files, downloads and
+lists.
 
-No socket is open and no clock is waited for: answers come from memory, and a pause in them moves a clock of their own,
-so that a server that is silent for minutes takes microseconds.
+No socket is opened and no real time passes. Answers come from memory, and a pause moves a separate clock, so a server
+that is silent for minutes takes microseconds.
 
-The first byte is what is read: ``d`` a file that can be downloaded whole, ``l`` a list of the Hub, anything else a file
-by ranges. Behind it stand the answers, each ended by two NULs; the last one is given again and again. In an answer a
-NUL and another byte N is a pause of N seconds, and a NUL and 0xFF makes what follows repeat without end, once a second.
-`FIRST`, `LAST`, `SIZE` and `BODY` stand for what is right: the range that was asked for, and its bytes.
+The first byte selects the request: ``d`` is a file that can be downloaded completely, ``l`` is a list of the Hub, and
+any other byte is a file that is read by ranges. The answers follow. Each ends with two NUL bytes, and the last answer
+is repeated. In an answer, a NUL and another byte N are a pause of N seconds. A NUL and 0xFF repeat the following bytes
+without end, once a second. `FIRST`, `LAST`, `SIZE` and `BODY` are replaced by correct values: the requested range and
+its bytes.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ _OP = re.compile(rb"\0(.)", re.DOTALL)
 _RANGE = re.compile(rb"\r\nRange: bytes=([0-9]+)-([0-9]+)\r\n")
 _SECRET = "S3CRET"
 _URL = f"http://user:{_SECRET}@files/a/x.pt?Signature={_SECRET}"
-_INFLATED = 1032  # times that a byte that deflate wrote can be
-_PIECES = 6  # windows of a file that are read
-_ENTRIES = 30  # of a list
-_POLICY = {"window": 64, "gap": 0, "concurrency": 1}  # so that a file of FILE's size takes several requests
+_INFLATED = 1032  # the largest ratio of deflate
+_PIECES = 6  # the most windows of a file that are read
+_ENTRIES = 30  # the most entries of a list
+_POLICY = {"window": 64, "gap": 0, "concurrency": 1}  # a file of FILE's size needs several requests
 
 
 class _Clock:
-    """A clock that only moves when somebody waits."""
+    """A clock that moves only when a caller waits."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -61,7 +63,7 @@ class _Clock:
 
 
 class _Server:
-    """Gives `answers`, one to each request."""
+    """A server that gives one of `answers` to each request."""
 
     def __init__(self, answers: bytes, clock: _Clock) -> None:
         *self._answers, rest = answers.split(END)
@@ -70,7 +72,7 @@ class _Server:
         self.clock, self.asked = clock, 0
 
     def answer(self, request: bytes) -> Iterator[tuple[int, bytes]]:
-        """The next answer, to `request`: the seconds of a pause, and what comes behind it, and so on."""
+        """Yield the parts of the answer to `request`, each with the seconds of the pause before it."""
         self.asked += 1
         said = self._answers[min(self.asked, len(self._answers)) - 1]
         first, last = 0, len(FILE) - 1
@@ -88,7 +90,7 @@ class _Server:
 
 
 class _Socket:
-    """As much of a socket as urllib3 needs."""
+    """The part of a socket's interface that urllib3 needs."""
 
     def __init__(self, server: _Server, idle: int) -> None:
         self._server, self._idle = server, idle
@@ -105,7 +107,7 @@ class _Socket:
     def settimeout(self, seconds: float | None) -> None:
         self.timeout = seconds
 
-    def fileno(self) -> int:  # of what never has anything to read: the server has not hung up
+    def fileno(self) -> int:  # a pipe without data: the server has not closed the connection
         return self._idle
 
     def shutdown(self, how: int) -> None:
@@ -149,7 +151,7 @@ class _Logged(logging.Handler):
 
 @contextlib.contextmanager
 def _instead(server: _Server) -> Iterator[None]:
-    """All that asks a web server asks `server`, and looks at its clock."""
+    """Send all web requests to `server` and use its clock while the context is active."""
     import urllib3  # an extra
     from urllib3.connection import HTTPConnection, HTTPSConnection
 
@@ -196,10 +198,10 @@ def _instead(server: _Server) -> Iterator[None]:
 
 
 def read(data: bytes, folder: Path) -> bool:
-    """Read what the answers in `data` give, as far as they do; a download goes to `folder`. Whether anything was read.
+    """Read all that the answers in `data` offer, and return True. A download is written to `folder`.
 
-    Raises CkptconvError, and AssertionError for a promise that is not kept: each step ends by its deadline, gives as
-    many bytes as were asked for, and no error says a secret.
+    The function raises CkptconvError, or AssertionError if a guarantee is violated: each step ends before its deadline,
+    a read returns the requested number of bytes, and no error contains a secret.
     """
     clock = _Clock()
     server = _Server(data[1:], clock)
@@ -208,7 +210,8 @@ def read(data: bytes, folder: Path) -> bool:
             if data[:1] == b"l":
                 _list(server)
             elif data[:1] == b"d":
-                # One to ask for a range, one for all before the first byte, and one for each part of the file.
+                # One deadline is for the range, one for the complete file before its first byte, and one for each part
+                # of the file.
                 _file(server, folder, deadlines=3 + len(data) * _INFLATED // POLICY.part)
             else:
                 _file(server, None, deadlines=1)
@@ -223,7 +226,7 @@ def _list(server: _Server) -> None:
     found = far_path("hf://owner/repo/").find_store().entries(far_path("hf://owner/repo/"))
     for _ in range(_ENTRIES):
 
-        def requests(before: int = server.asked) -> int:  # a page without entries costs one, and each may take its time
+        def requests(before: int = server.asked) -> int:  # a page without entries is one request, with its own deadline
             return server.asked - before
 
         if _timed(server, lambda: next(found, None), requests) is None:
@@ -240,7 +243,7 @@ def _file(server: _Server, folder: Path | None, deadlines: int) -> None:
 
 
 def _timed(server: _Server, step: Callable[[], Any], deadlines: Callable[[], int] = lambda: 1) -> Any:
-    """What `step` gives, which must end within so many deadlines."""
+    """Return the result of `step`. Fail if it takes longer than the given number of deadlines."""
     started = server.clock.now
     try:
         return step()

@@ -1,4 +1,4 @@
-"""Changes to JSON that think in its values: objects are lists of pairs here, so that a key can stand twice."""
+"""Changes of JSON at the level of values. Objects are lists of pairs, so a key can occur twice."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ _TEXTS = (
 
 
 class Pairs(list[Any]):
-    """An object: its keys and values in turn, as pairs."""
+    """A JSON object as a list of keys and values."""
 
 
 def parsed(text: str) -> Any:
-    """The JSON in `text`."""
+    """Return the JSON value in `text`."""
     return json.loads(text, object_pairs_hook=lambda pairs: Pairs([key, value] for key, value in pairs))
 
 
 def said(value: Any) -> str:
-    """`value` as JSON."""
+    """Return `value` as JSON."""
     if isinstance(value, Pairs):
         return "{" + ",".join(f"{json.dumps(key, ensure_ascii=False)}:{said(each)}" for key, each in value) + "}"
     if isinstance(value, list):
@@ -62,7 +62,7 @@ def said(value: Any) -> str:
 
 
 def changed(top: Any, random: Random) -> Any:
-    """`top`, changed in place in a few places; or something else."""
+    """Return `top` after a few changes in place, or another value."""
     for _ in range(random.choice((1, 1, 2, 3))):
         slots = _slots(top)
         if not slots:
@@ -89,7 +89,7 @@ def changed(top: Any, random: Random) -> Any:
 
 
 def _slots(top: Any) -> list[tuple[list[Any], int]]:
-    """Every place in `top`: a list and the index in it."""
+    """Return every position in `top` as a list and an index in it."""
     found, todo = [], [top]
     while todo:
         at = todo.pop()

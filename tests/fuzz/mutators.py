@@ -1,5 +1,7 @@
-"""For each target the changes that get behind the first check: a pickle changed by opcodes in an archive whose
-checksums are right again, a header whose numbers fit.
+"""The mutators of each target. Their changes pass the first check of a reader.
+
+For example, a pickle is changed by opcodes and its archive gets correct checksums, or the numbers in a header stay
+consistent.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ Mutator: TypeAlias = Callable[[bytes, Random, Change], bytes]
 
 
 def noise(data: bytes, random: Random) -> bytes:
-    """`data` with a few bytes deleted, doubled, or others."""
+    """Return `data` with a few bytes deleted, duplicated or replaced."""
     at, end = sorted(random.randrange(len(data) + 1) for _ in range(2))
     end = min(end, at + 8)
     what = random.randrange(4)
@@ -45,7 +47,7 @@ def noise(data: bytes, random: Random) -> bytes:
     return data[:at] + random.randbytes(1 if what == 2 else end - at) + data[at + 1 if what == 2 else end :]
 
 
-_MOST = 1024  # bytes of a storage or tensor that are made to fit
+_MOST = 1024  # the most bytes of a storage or tensor that is adjusted
 _NAMES = (
     b"data.pkl", b"data/0", b"data/1", b"data/2", b"DATA.PKL", b"Data/0", b"version", b"byteorder",
     b".format_version", b".storage_alignment", b".data/serialization_id", b"constants.pkl", b"code/x.py", b"data",
@@ -53,7 +55,7 @@ _NAMES = (
 )  # a table  # fmt: skip
 _NOTES = (b"3\n", b"little", b"big", b"middle", b"", b"1", b"64", b"x" * 100)
 
-# Opcodes of the pickles seen last, which get into others.
+# Recent pickles, whose opcodes are inserted into others.
 _seen: list[list[bytes]] = []
 
 
@@ -65,7 +67,9 @@ def _pickle(data: bytes, random: Random, change: Change) -> bytes:
 
 
 def storages_of(data: bytes, at: int = 0) -> dict[str, tuple[int, int]]:
-    """By key the elements of the storages that the pickle at `at` of `data` refers to, and their bytes."""
+    """Return the number of elements and bytes of each storage that the pickle at offset `at` of `data` refers to, by
+    key.
+    """
     try:
         graph, _ = parse(lambda offset, length: data[offset : offset + length], len(data), where="", offset=at)
     except CkptconvError:
@@ -85,7 +89,7 @@ def storages_of(data: bytes, at: int = 0) -> dict[str, tuple[int, int]]:
 
 
 def _program(data: bytes, random: Random, change: Change) -> bytes:
-    """An archive whose JSON, of a program of torch.export, is changed by values."""
+    """Return an archive of a torch.export program whose JSON is changed at the level of values."""
     records = records_of(data)
     texts = [i for i, record in enumerate(records or ()) if record.name.endswith(b".json")]
     if not records or not texts or random.random() < 0.3:
@@ -134,7 +138,7 @@ def _with(records: list[Record], i: int, **what: Any) -> list[Record]:
 
 
 def fitting(records: list[Record], random: Random) -> list[Record]:
-    """`records` with the storages that data.pkl refers to, each of the size that it says."""
+    """Return `records` with all storages that data.pkl refers to, in the sizes that it requires."""
     main = next((record for record in records if record.name.endswith(b"/data.pkl")), None)
     if main is None:
         return records
@@ -154,7 +158,7 @@ def _sized(data: bytes, size: int) -> bytes:
 
 
 def pickles_of(data: bytes) -> tuple[list[bytes], bytes]:
-    """The pickles at the start of `data`, of which the older format has five, and what follows them."""
+    """Return the pickles at the start of `data`, at most five as in the older format, and the remaining bytes."""
     pickles, rest = [], data
     for _ in range(5):
         pieces, following = opcodes.split(rest)
@@ -203,7 +207,9 @@ def _safetensors(data: bytes, random: Random, change: Change) -> bytes:
 
 
 def _place(top: Any) -> int:
-    """Give the tensors in the header `top` places one behind another, as far as they make sense; the bytes of all."""
+    """Set consecutive offsets for the valid tensors in the header `top`, and return the number of bytes of all
+    tensors.
+    """
     at = 0
     for _, entry in top if isinstance(top, Pairs) else ():
         fields = dict(entry) if isinstance(entry, Pairs) else {}
@@ -237,7 +243,7 @@ def _folder(data: bytes, random: Random, change: Change) -> bytes:
 
 
 def _other_files(files: dict[str, bytes], name: str, random: Random) -> dict[str, bytes]:
-    """`files` without `name`, or with it under another one, or with what another one has."""
+    """Return `files` after one change: a file is removed, copied to another name, or replaced by another file."""
     other = random.choice([*files])
     what = random.randrange(4)
     if what == 0:
@@ -277,7 +283,9 @@ def _json(data: bytes, random: Random, change: Change) -> bytes:
 
 
 def _chunks(data: bytes, random: Random, change: Change) -> bytes:
-    """Archives one behind another, which .metadata finds by their offsets: none changes its length."""
+    """Return the concatenated archives in `data` with a change that keeps their length, because .metadata refers to
+    them by offset.
+    """
     at = data.find(b"PK\x03\x04", random.randrange(len(data) or 1))
     if at < 0:
         return change(data)
@@ -293,7 +301,7 @@ def _chunks(data: bytes, random: Random, change: Change) -> bytes:
     return data[: len(data) - len(body)] + body
 
 
-# Answers of a web server
+# HTTP answers
 
 _STATUSES = (
     b"100 Continue", b"200 OK", b"204 No", b"206 Partial", b"301 M", b"302 F", b"304 No", b"307 T", b"401 No",
@@ -417,7 +425,7 @@ _WORD_PARTS = (
 
 
 def _text(data: bytes, random: Random, change: Change, parts: tuple[bytes, ...]) -> bytes:
-    """`data` with one of `parts` somewhere, or in place of what is there."""
+    """Return `data` with one of `parts` inserted, or in place of a few bytes."""
     if random.random() < 0.3:
         return change(data)
     at, end = sorted(random.randrange(len(data) + 1) for _ in range(2))

@@ -1,5 +1,6 @@
-"""Pickles that no pickler writes, made at random: spelled in odd ways, truncated, framed wrongly, with opcodes where
-they fail. Each global has a name of its own, so that none is taken for another.
+"""Random pickles that no pickler writes: with odd spellings, truncated, with wrong frames, and with failing opcodes.
+
+Every global has a unique name, so none is mistaken for another.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ _TAKE = {
 }  # a table  # fmt: skip
 _GIVE = {b"0": 0, b"2": 2, b"b": 1, b"a": 1, b"s": 1}
 _TAKE_MARK = (b"1", b"t", b"l", b"d", b"\x91", b"e", b"u", b"\x90", b"o")
-_BELOW = (b"e", b"u", b"\x90")  # which change what lies below the MARK
+_BELOW = (b"e", b"u", b"\x90")  # opcodes that change the object below the MARK
 _OPERATIONS = (*_TAKE, b"R", b"R", b"\x93", b"\x93", b"b", b"\x86", b"0", b"2")
 
 
 class _Pickle:
-    """One pickle being made: its PIECES, how many values lie above each MARK, how many slots the memo has."""
+    """A pickle under construction: its pieces, the number of values above each MARK, and the number of memo slots."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -67,7 +68,7 @@ class _Pickle:
         return choices[int(self.random.random() * len(choices))]
 
     def name(self) -> bytes:
-        """A name that no other global has; now and then not in ASCII, or with what ends a text in C."""
+        """Return a name that no other global has. A few names are not ASCII, or contain a NUL or a dot."""
         self.names += 1
         odd = self.random.random()
         tail = (
@@ -84,7 +85,7 @@ class _Pickle:
         return b"n%d" % self.names + tail
 
     def push(self) -> bytes:
-        """An opcode that pushes something, mostly what leads to a global."""
+        """Return an opcode that pushes a value, mostly one that leads to a global."""
         what = self.random.random()
         self.heights[-1] += 1
         if what < 0.3:
@@ -121,7 +122,7 @@ class _Pickle:
         return spelling % number if b"%" in spelling else spelling
 
     def memo(self) -> bytes:
-        """A PUT, or a GET of a slot that there is."""
+        """Return a PUT, or a GET of an existing slot."""
         if self.slots and self.random.random() < 0.6:
             self.heights[-1] += 1
             slot = int(self.random.random() * self.slots)
@@ -141,7 +142,7 @@ class _Pickle:
         return b"q" + bytes([slot]) if way < 0.5 else b"p" + self.digits(slot) + b"\n"
 
     def operation(self) -> bytes:
-        """An opcode that takes what is there, for the most part."""
+        """Return an opcode that takes values from the stack, usually only existing ones."""
         if len(self.heights) > 1 and self.random.random() < 0.35:
             code = self.pick(_TAKE_MARK)
             self.heights.pop()
@@ -154,7 +155,7 @@ class _Pickle:
         return code
 
     def step(self) -> bytes:
-        """The next opcode."""
+        """Return the next opcode."""
         what = self.random.random()
         if what < 0.4:
             return self.push()
@@ -177,7 +178,7 @@ class _Pickle:
 
 
 def made(random: Random) -> bytes:
-    """A pickle of a few opcodes, mostly one that some reader goes through for a while."""
+    """Return a pickle of a few opcodes. Most of them are partly readable for one of the readers."""
     pickle = _Pickle(random)
     way = random.random()
     if way < 0.6:
@@ -193,7 +194,7 @@ def made(random: Random) -> bytes:
 
 
 def mutated(data: bytes, random: Random, change: Callable[[bytes], bytes] | None = None) -> bytes:
-    """`data` with a part of another pickle in it, or spoiled."""
+    """Return `data` with a part of another pickle inserted, or damaged."""
     way = random.random()
     if change and way < 0.2:
         return change(data)
@@ -205,7 +206,7 @@ def mutated(data: bytes, random: Random, change: Callable[[bytes], bytes] | None
 
 
 def _frame(pieces: list[bytes], random: Random) -> None:
-    """Put some of `pieces` into a frame of their length, or of another one."""
+    """Add a frame around some of `pieces`, with the correct length or another one."""
     start = int(random.random() * len(pieces))
     end = start + int(random.random() * (len(pieces) - start + 1))
     length = sum(map(len, pieces[start:end])) + random.choice((0, 0, 0, 0, 1, -1, 7, 1 << 20, 1 << 62, (1 << 64) - 1))
@@ -213,7 +214,7 @@ def _frame(pieces: list[bytes], random: Random) -> None:
 
 
 def _spoiled(data: bytes, random: Random) -> bytes:
-    """`data` with a byte or two too many, too few or changed, or truncated."""
+    """Return `data` after one to three damages: bytes inserted, removed or changed, or the end cut off."""
     for _ in range(1 + int(random.random() * 3)):
         at = int(random.random() * (len(data) + 1))
         way = random.random()

@@ -1,6 +1,4 @@
-"""Changes to pickles that think in opcodes: what comes out is mostly a pickle again, with
-something in it that no pickler has written.
-"""
+"""Changes of pickles at the level of opcodes. The result is mostly a valid pickle that no pickler would write."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ _GLOBALS = (
 
 
 def split(data: bytes) -> tuple[list[bytes], bytes]:
-    """The opcodes of the pickle at the start of `data`, each with its operand, and what
-    follows it or cannot be understood.
-    """
+    """Return the opcodes of the pickle at the start of `data` with their operands, and the remaining bytes."""
     stream = io.BytesIO(data)
     pieces, end = [], 0
     try:
@@ -76,14 +72,14 @@ def split(data: bytes) -> tuple[list[bytes], bytes]:
             pieces.append(data[at : stream.tell()])
             end = stream.tell()
     except Exception:
-        pass  # the rest is what could not be understood
+        pass  # the invalid bytes are returned as the rest
     return pieces, data[end:]
 
 
 def changed(data: bytes, random: Random, change: Change, *, others: list[list[bytes]] | None = None) -> bytes:
-    """The pickle `data`, changed in one to three places; parts of `others` may get into it.
+    """Return the pickle `data` with one to three changes. Parts of `others` may be inserted.
 
-    `change` is for what has no structure.
+    `change` is used for bytes without a structure.
     """
     pieces, rest = split(data)
     if not pieces:
@@ -97,7 +93,7 @@ def changed(data: bytes, random: Random, change: Change, *, others: list[list[by
     return b"".join(pieces) + rest
 
 
-# What can be changed
+# Edits
 
 
 def _run(pieces: list[bytes], random: Random) -> tuple[int, int]:
@@ -156,7 +152,7 @@ _EDITS = (_delete, _duplicate, _swap, _splice, _splice, _insert, _operand, _oper
 
 
 def _other_operand(pieces: list[bytes], i: int, random: Random, change: Change) -> bytes:
-    """Opcode `i` of `pieces` with another operand of the same kind."""
+    """Return opcode `i` of `pieces` with another operand of the same kind."""
     code = pieces[i][:1]
     if code in b"JKMIL\x8a\x8b":
         return _number(random.choice(_NUMBERS), random)
@@ -175,7 +171,7 @@ def _other_operand(pieces: list[bytes], i: int, random: Random, change: Change) 
 
 
 def _any(random: Random) -> bytes:
-    """Any opcode."""
+    """Return a random opcode."""
     kind = random.randrange(8)
     if kind == 0:
         return _number(random.choice(_NUMBERS), random)
@@ -245,11 +241,11 @@ def _global(random: Random) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
 
-# What makes a pickle of them
+# Valid pickles
 
 
 def _closed(pieces: list[bytes], random: Random) -> list[bytes]:
-    """`pieces` with what is left on the stack put together into one value at the end."""
+    """Return `pieces` with opcodes at the end that combine the rest of the stack into one value."""
     body = [piece for piece in pieces if piece != _STOP]
     heights = [0]
     for piece in body:
@@ -276,7 +272,7 @@ def _closed(pieces: list[bytes], random: Random) -> list[bytes]:
 
 
 def _framed(pieces: list[bytes], random: Random) -> list[bytes]:
-    """`pieces` with one protocol, at the start, and one frame or none."""
+    """Return `pieces` with one protocol at the start, and with one frame or none."""
     protocol = next((piece for piece in pieces if piece[:1] == _PROTO), _PROTO + b"\x02")
     body = b"".join(piece for piece in pieces if piece[:1] not in (_PROTO, _FRAME))
     frame = _FRAME + struct.pack("<Q", len(body)) if protocol[1:] >= b"\x04" and random.random() < 0.7 else b""

@@ -1,6 +1,6 @@
-"""One target under atheris, which ends the process.
+"""Fuzz one target with atheris, which ends the process.
 
-What hangs, or takes more memory than the process may have, ends the process, and libFuzzer writes it down.
+An input that hangs or uses too much memory ends the process, and libFuzzer stores it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ with atheris.instrument_imports(include=["ckptconv"]):
 
 __all__ = ["fuzz"]
 
-_MOST_MEMORY = 1024  # MB; the process starts with some 150
+_MOST_MEMORY = 1024  # MB; the process starts with about 150
 
 
 def fuzz(target: str, seconds: int, work: Path, corpus: Path, finds: Path) -> NoReturn:
-    """Fuzz `target` with its `corpus`, which grows; the report goes to `work`, what is found to `finds`."""
+    """Fuzz `target` with the inputs in `corpus`, and add new inputs to it.
+
+    The report is written to `work`, and findings to `finds`.
+    """
     start()
     fuzzer = Fuzzer(target, work, corpus, finds)
 

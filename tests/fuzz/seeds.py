@@ -1,5 +1,6 @@
-"""Where fuzzing starts: for each target a few dozen tiny files, as torch, safetensors and pickle write them, and some
-that were put together by hand. ``python -m tests.fuzz.seeds FOLDER`` writes them, to FOLDER/TARGET/corpus.
+"""The initial inputs of each target: small files written by torch, safetensors and pickle, and others made by hand.
+
+``python -m tests.fuzz.seeds FOLDER`` writes them to FOLDER/TARGET.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = ["SEEDS", "seeds_of"]
 
 
 def _objects() -> dict[str, Any]:
-    """What people save, a few elements of each."""
+    """Return all kinds of objects that users save, with a few elements each."""
     linear = nn.Linear(2, 3)
     adam = torch.optim.Adam(linear.parameters())
     linear(torch.ones(1, 2)).sum().backward()
@@ -248,7 +249,7 @@ def _folders_of_dcp() -> Iterator[tuple[str, bytes]]:
 
 
 def _in_rows(files: dict[str, bytes]) -> bytes:
-    """A folder whose tensor ``a`` was saved in two parts."""
+    """Return a folder whose tensor ``a`` was saved in two parts."""
     metadata = pickle.loads(files[".metadata"])
     described = metadata.state_dict_metadata["a"]
     assert isinstance(described, TensorStorageMetadata)
@@ -283,7 +284,7 @@ def _pickles_with_rows() -> Iterator[tuple[str, bytes]]:
 
 
 def _http() -> Iterator[tuple[str, bytes]]:
-    """A file of which ranges come, at once and behind what a server can say before; downloads; a list."""
+    """Yield answers for ranges of a file, also after other valid answers, for downloads, and for lists."""
     bytes_said = b"Content-Range: bytes %s-%s/%s\r\n" % (FIRST, LAST, SIZE)
     part = b"HTTP/1.1 206 Partial Content\r\n" + bytes_said
     validators = b'ETag: "a"\r\nLast-Modified: Mon, 02 Nov 2026 10:00:00 GMT\r\n'
@@ -323,7 +324,7 @@ def _http() -> Iterator[tuple[str, bytes]]:
 
 
 def _folders_of_rules() -> Iterator[tuple[str, bytes]]:
-    """A model, rules for it, and what the names in rules stand for."""
+    """Yield folders with a model, rules, and the sizes that the names in rules stand for."""
     model = save({f"l.{i}.e.{j}.w": torch.ones(2, 2) for i in range(2) for j in range(2)} | {"qkv": torch.ones(6, 2)})
     for name, rules in {
         "stacked": b"l.{i}.e.{e}.w = l.{i}.e\n",
@@ -336,7 +337,7 @@ def _folders_of_rules() -> Iterator[tuple[str, bytes]]:
 
 
 def _journals() -> Iterator[tuple[str, bytes]]:
-    """A file that was changed in place, and its journal, which is hot or not."""
+    """Yield files that were changed in place with their undo journals."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, texts.JOURNAL)
         for name, options in {"device": {"map_location": "cuda:1"}, "names": {"strip_prefix": "module"}}.items():
@@ -397,7 +398,7 @@ SEEDS = {
 
 
 def seeds_of(target: str) -> dict[str, bytes]:
-    """The seeds of `target` by name; the same on every call."""
+    """Return the seeds of `target` by name. All calls return the same seeds."""
     torch.manual_seed(0)
     return dict(SEEDS[target]())
 

@@ -1,12 +1,14 @@
-"""The targets: bytes, read as a file or a folder of one format, and all that inspect, verify and convert do with it.
+"""The targets. Bytes are read as a file or folder of one format, which is inspected, verified and converted.
 
-Files are file objects in memory, and so is what is written; one in twenty is a file with a path, in a folder in memory.
-What stands in a folder always is.
+Files and outputs are file objects in memory. One of twenty files has a path in a temporary folder, and folders always
+have one.
 
-Whatever is raised that is no :class:`~ckptconv.errors.CkptconvError` is a finding, and so is a promise that is not
-kept: what is written can be read again and has the same tensors, what is written from that is the same bytes, a pickle
-that is emitted does what it did, the lenient reader lists every global that one of CPython's unpicklers reaches, and
-a pickle says the same whether rows are read at once or not.
+Every exception except :class:`~ckptconv.errors.CkptconvError` is a finding. A violated guarantee is also a finding:
+
+- An output can be read, contains the same tensors, and is converted again to the same bytes.
+- A pickle that is emitted again does the same.
+- The lenient reader lists every global that one of CPython's unpicklers reaches.
+- A pickle has the same graph, error and output with and without rows.
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ __all__ = ["TARGETS", "Target", "run"]
 
 #: One GPU, whatever is here.
 _MACHINE = Host(1)
-_BY_PATH = 20  # one in so many files has a path
-_TRACED = 2000  # bytes of a pickle that the reference machine runs too: it nests as deep as the pickle
+_BY_PATH = 20  # one of so many files has a path
+_TRACED = 2000  # bytes of a pickle that the reference machine also runs, which recurses as deeply as the pickle
 
 
 class Memory(io.BytesIO):
-    """A file in memory, which is called as it would be in a folder."""
+    """A file in memory with a name."""
 
     def __init__(self, path: Path, data: bytes = b"") -> None:
         super().__init__(data)
@@ -64,14 +66,16 @@ Given: TypeAlias = "Path | Memory"
 
 
 class Target(NamedTuple):
-    """`check` does everything with bytes in an empty folder; whether they could be read. Raises for a finding."""
+    """A target. `check` processes bytes in an empty folder, returns whether they were read, and raises for a
+    finding.
+    """
 
     name: str
     check: Callable[[bytes, Path], bool]
 
 
 def run(target: str, data: bytes, folder: Path) -> bool:
-    """`data` through `target`, in `folder`, which is emptied before and after."""
+    """Run `target` on `data` in `folder`, which is emptied before and after. Return whether the data was read."""
     try:
         _empty(folder)
         return TARGETS[target].check(data, folder)
@@ -125,7 +129,7 @@ def _emitted(data: bytes, graph: Graph, *, loadable: bool) -> bytes:
 
 
 def _check_program(data: bytes, folder: Path) -> bool:
-    """A program is moved to another device with all tensors and is read again, or one line says why not."""
+    """Fail unless a program is moved to another device with all tensors, or refused with a printable error."""
     given, moved = folder / "input.pt2", folder / "moved.pt2"
     given.write_bytes(data)
     try:
@@ -180,9 +184,9 @@ def _check_folder(data: bytes, folder: Path) -> bool:
 
 
 def _use(given: Given, folder: Path, choice: int) -> bool:
-    """Everything with what is `given`; `choice` is a number that says what of what takes long, `folder` a place for it.
+    """Inspect, verify and convert `given` with outputs in `folder`. Return whether it was read.
 
-    Whether it could be read.
+    `choice` selects one of the slow checks.
     """
     sound = _verified(given)
     try:
@@ -203,7 +207,7 @@ def _use(given: Given, folder: Path, choice: int) -> bool:
 
 
 def _verified(given: Given) -> bool:
-    """Whether nothing is wrong with what is `given`, but for what loading it would run."""
+    """Return whether verify finds no damage in `given`. Code that loading would run is no damage."""
     try:
         verdict = verify(given)
     except CkptconvError as error:
@@ -227,7 +231,7 @@ def _check_line(error: CkptconvError) -> None:
 def _check_refusal(error: CkptconvError, *, sound: bool) -> None:
     _check_line(error)
     is_damage = isinstance(error, MalformedError)
-    is_damage &= not str(error.where).endswith("config.json")  # next to the checkpoint: verify does not read it
+    is_damage &= not str(error.where).endswith("config.json")  # verify does not read this file next to the checkpoint
     assert not (sound and is_damage), "verify finds nothing wrong with what is damaged"
 
 
@@ -239,7 +243,9 @@ def _draw(summary: Summary) -> None:
 
 
 def _convert_twice(given: Given, folder: Path, summary: Summary, *, sound: bool) -> None:
-    """To torch's zip format on the CPU: the output has the same tensors, and soon gives the same bytes again."""
+    """Convert `given` to torch's zip format on the CPU. Fail unless the tensors stay the same and the bytes become
+    stable.
+    """
     edits = edits_from(map_location="cpu")
     try:
         first = _converted(given, folder / "1.pt", edits, "pt")
@@ -249,8 +255,9 @@ def _convert_twice(given: Given, folder: Path, summary: Summary, *, sound: bool)
         _check_refusal(error, sound=sound)
         return
     assert _tensors(_inspected(first)) == _tensors(summary), "the tensors are others"
-    # Not always at once: Python has one object for a text of one character, of which a key of ours can be one. Bytes
-    # that are a file of torch are written as bytes, then as a call in protocol 2, whose objects are then shared.
+    # The first conversion of the output may change bytes. Python has one object for each string of one character, and a
+    # key in the output can be one. Bytes that contain a torch file are first written as bytes, and later as a call of
+    # protocol 2, whose objects are then shared.
     before = first
     for n in range(2, 5):
         after = _converted(before, folder / f"{n}.pt", edits, "pt")
@@ -285,13 +292,14 @@ def _convert_somehow(given: Given, folder: Path, choice: int, *, sound: bool) ->
     except CkptconvError as error:
         _check_refusal(error, sound=sound)
         return
-    if written and (format != "pickle" or _inspected(given).storages):  # a pickle without tensors is no checkpoint
+    if written and (format != "pickle" or _inspected(given).storages):  # a pickle without tensors is not a checkpoint
         _inspected(written)
 
 
 def _converted(given: Given, target: Path, edits: Edits, format: str, *, copy_tied: bool = False) -> Given | None:
-    """What is `given`, edited, in `format`, unless torch is needed for that; then it is only planned. Of a file in
-    memory it is one too, called `target`; else it is written there.
+    """Return the converted `given` in `format`. If that needs torch, only make a plan and return None.
+
+    The output of a file in memory is a file in memory named `target`. Otherwise, it is written to `target`.
     """
     with open_input(given) as source:
         output = OutputOptions(format=format, copy_tied=copy_tied, allow_unsafe=True, force=True)
@@ -312,10 +320,10 @@ def _needs_torch(plan: Plan) -> bool:
 
 
 def _tensors(summary: Summary) -> list[Any]:
-    """What no device changes of the tensors in `summary`.
+    """Return the properties of the tensors in `summary` that do not depend on devices.
 
-    They are in the order of their paths, and so are the numbers of storages, because the order in the file can change.
-    A key that is the text of a whole file of torch has no name before it is written anew: such texts stay in the file.
+    Tensors and storages are numbered in the order of their paths, because the order in the file can change. A key that
+    contains a complete torch file has no name until it is written again, so such keys are replaced.
     """
     named = [
         replace(tensor, name=None, path=_FILE_AS_KEY.sub("[?]", tensor.path))

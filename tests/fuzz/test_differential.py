@@ -1,6 +1,4 @@
-"""The lenient reader beside CPython's unpicklers, in processes of their own: some thousand pickles, and that a reader
-which forgives less is found out.
-"""
+"""Tests of the comparison between the lenient reader and CPython's unpicklers, in separate processes."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _STRICTER = {
 
 
 def _run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """`program`, with the driver's findings going to `folder`."""
+    """Run `program` with the findings of the driver in `folder`."""
     start = (
         "import sys; from pathlib import Path; from ckptconv.pickles import lenient;"
         " from ckptconv.pickles.machine import PickleMachine; from tests.fuzz import differential;"
@@ -40,7 +38,9 @@ def _run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_global_is_listed(tmp_path: Path) -> None:
-    """Whatever one of the unpicklers reaches; and a good part of the pickles reach something."""
+    """The lenient reader lists every global that an unpickler reaches. More than a quarter of the pickles reach a
+    global.
+    """
     done = _run(f"sys.exit(differential.main(['{_COUNT}', '--seed', '20']))", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     executed, reached = _numbers(done.stdout)
@@ -49,7 +49,7 @@ def test_every_global_is_listed(tmp_path: Path) -> None:
 
 
 def _numbers(line: str) -> tuple[int, int]:
-    """How many pickles were run, and of how many a global was reached."""
+    """Return the number of pickles, and of those that reach a global."""
     found = re.match(r"([\d,]+) pickles in .* a global reached in ([\d,]+),", line)
     assert found, line
     return int(found[1].replace(",", "")), int(found[2].replace(",", ""))
@@ -57,8 +57,8 @@ def _numbers(line: str) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", _STRICTER)
-def test_a_stricter_reader_is_found_out(how: str, tmp_path: Path) -> None:
-    """A reader that forgives less misses a global, and the pickle that shows it is kept, made small."""
+def test_a_stricter_reader_is_detected(how: str, tmp_path: Path) -> None:
+    """A reader that accepts less misses a global. A shortened pickle that shows this is stored."""
     done = _run(f"{_STRICTER[how]}; sys.exit(differential.main(['6000']))", tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     (found, *_) = tmp_path.iterdir()
@@ -66,7 +66,7 @@ def test_a_stricter_reader_is_found_out(how: str, tmp_path: Path) -> None:
 
 
 def test_the_end_of_the_process_is_a_finding(tmp_path: Path) -> None:
-    """What a pickle does to the process is a finding too, and the pickle is known."""
+    """A pickle that ends the process is a finding, and is stored."""
     done = _run(
         "import os; differential.unpicklers.compared = lambda data: os.abort(); sys.exit(differential.main(['10']))",
         tmp_path,

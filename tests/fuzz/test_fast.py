@@ -1,4 +1,4 @@
-"""The driver without coverage, in processes of its own: it keeps what is new, and what it finds, and adds up runs."""
+"""Tests of the driver without coverage, in separate processes: it keeps new inputs and findings, and adds up runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _FILE = len(_HEADER).to_bytes(8, "little") + _HEADER + bytes(4)
 
 
 def _fuzz(folder: Path, change: str = "", seconds: int = 2) -> tuple[dict[str, Any], str]:
-    """What a run does of so many `seconds`, after the statement `change`, and what it prints; the corpus stands in
-    `folder`, and so do the findings and the tally.
+    """Run the driver for `seconds` after the statement `change`, and return its report and output.
+
+    The corpus, the findings and the tally are in `folder`.
     """
     for name in ("corpus", "finds", "work"):
         (folder / name).mkdir(exist_ok=True)
@@ -39,7 +40,9 @@ def _fuzz(folder: Path, change: str = "", seconds: int = 2) -> tuple[dict[str, A
 
 
 def test_runs_add_up(tmp_path: Path) -> None:
-    """The corpus grows by what raises an error at a new place; the next run starts from it, and the tally has both."""
+    """Inputs that raise an error at a new place are added to the corpus. The next run starts with them, and the tally
+    contains the sums of both runs.
+    """
     first, said = _fuzz(tmp_path)
     corpus = {path.name for path in (tmp_path / "corpus").iterdir()}
     assert first["executions"] > 20 and first["read"] and not first["findings"], said
@@ -60,8 +63,8 @@ def test_runs_add_up(tmp_path: Path) -> None:
     ],
     ids=["an error that is none of ours", "the end of the process", "a hang"],
 )
-def test_what_is_found_is_kept(change: str, words: str, tmp_path: Path) -> None:
-    """With the input, whatever became of the process."""
+def test_findings_are_stored(change: str, words: str, tmp_path: Path) -> None:
+    """An unexpected exception, the end of the process and a hang are findings, and the input is stored."""
     report, said = _fuzz(tmp_path, change)
     assert report["findings"] and words in said
     assert all(path.name.startswith("safetensors-") for path in (tmp_path / "finds").iterdir())

@@ -1,5 +1,5 @@
-"""What fuzzing found, and what it starts from, through the targets again: nothing but
-our errors, and every promise kept.
+"""Previous findings, seeds and changed seeds pass the targets: only expected errors are raised, and all guarantees
+hold.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ TARGETS = [target for target in SEEDS if target not in _ELSEWHERE]
 FINDINGS = [
     path for path in sorted(Path(__file__).with_name("findings").iterdir()) if target_of(path) not in _ELSEWHERE
 ]
-_CHANGES = 40  # of each target, with no coverage to guide them
-_LEAST = 3  # of those that can still be read
+_CHANGES = 40  # changes of each target, without coverage
+_LEAST = 3  # the least number that can still be read
 
 
 @pytest.mark.parametrize("path", FINDINGS, ids=lambda path: path.name)
-def test_findings_stay_mended(path: Path, tmp_path: Path) -> None:
-    """What once broke a promise keeps it."""
+def test_findings_stay_fixed(path: Path, tmp_path: Path) -> None:
+    """An input that once violated a guarantee no longer does."""
     targets.run(target_of(path), path.read_bytes(), tmp_path)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_seeds_pass(target: str, tmp_path: Path) -> None:
-    """Every seed keeps all promises, and most are read: fuzzing starts behind the first check."""
+    """Every seed keeps all guarantees. More than 60 % of the seeds of each target can be read, so fuzzing passes the
+    first checks.
+    """
     seeds = seeds_of(target)
     read = [targets.run(target, data, tmp_path) for data in seeds.values()]
     assert sum(read) > len(seeds) * 0.6
@@ -51,7 +53,7 @@ def test_seeds_pass(target: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_changes_get_behind_the_first_check(target: str, tmp_path: Path) -> None:
-    """What the mutators make of seeds keeps all promises, and some of it is still read."""
+    """Mutated seeds keep all guarantees, and some of them can still be read."""
     random = Random(7)
     seeds = [*seeds_of(target).values()]
 
@@ -66,7 +68,7 @@ def test_changes_get_behind_the_first_check(target: str, tmp_path: Path) -> None
 
 
 def test_a_broken_promise_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that is none of ours, tensors that come out as others, damage that verify does not see: each raises."""
+    """An unexpected exception, changed tensors, and damage that verify misses are findings."""
     seed = seeds_of("zip")["state"]
     read = torch_zip.read
 
@@ -90,15 +92,15 @@ def test_a_broken_promise_is_a_finding(tmp_path: Path, monkeypatch: pytest.Monke
             targets.run("zip", seed[:-1], tmp_path)
 
 
-def test_words_that_a_shell_reads_otherwise_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words that are not quoted."""
+def test_words_that_are_not_quoted_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words that are not quoted for the shell are a finding."""
     monkeypatch.setattr(texts, "shell", lambda *words: " ".join(words))
     with pytest.raises(AssertionError, match="a shell reads other words"):
         targets.run("shell", seeds_of("shell")["plain"], tmp_path)
 
 
-def test_an_index_that_leads_elsewhere_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that nobody checked."""
+def test_an_index_that_leads_to_another_folder_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that leads to a file in another folder is a finding if the check of names is removed."""
     pytest.importorskip("fsspec", reason="the extra remote is not installed")
     monkeypatch.setattr("ckptconv.formats.sharded.index.stays_inside", lambda name: True)
     with pytest.raises(AssertionError, match="a file elsewhere"):
@@ -106,7 +108,7 @@ def test_an_index_that_leads_elsewhere_is_a_finding(tmp_path: Path, monkeypatch:
 
 
 def test_what_a_server_must_not_reach_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that is none of ours, an answer that is read past the deadline, a URL in another library's log."""
+    """An unexpected exception, a read past the deadline and a URL in the log of a library are findings."""
     http = pytest.importorskip("ckptconv.stores.http", reason="the extra remote is not installed")
     until, no_header = http.until, b"fHTTP/1.1 206 x\r\nno header\r\n\r\n"
     drips = b"fHTTP/1.1 206 x\r\nX: " + ON + b"y" + END
@@ -126,8 +128,8 @@ def test_what_a_server_must_not_reach_is_a_finding(tmp_path: Path, monkeypatch: 
             targets.run("http", no_header, tmp_path)
 
 
-def test_changes_keep_what_they_do_not_change() -> None:
-    """Archives, folders and pickles are put together again as they were taken apart."""
+def test_split_and_joined_inputs_are_unchanged() -> None:
+    """Archives, folders and pickles that are split and joined again are unchanged."""
     for data in seeds_of("zip").values():
         records = records_of(data)
         assert records is not None

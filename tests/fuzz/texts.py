@@ -1,5 +1,5 @@
-"""Targets whose input is a text or has one next to it: rules and sizes, undo journals, URLs, indexes behind URLs, names
-on pages, and words of commands.
+"""Targets whose input is or contains a text: rules and sizes, undo journals, URLs, indexes, names on pages, and
+commands.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TEXT = re.compile(rb"[^\n]{1,400}")
 
 
 def check_rules(data: bytes, folder: Path) -> bool:
-    """A plan with the rules and sizes in a folder is made, or there is one line that says why not."""
+    """Make a plan with the rules and sizes in a folder. Return False if it is refused with a printable error."""
     path = _unpacked(data, folder)
     files = {name: [str(path / name)] for name in (RULES, SIZES) if (path / name).exists()}
     try:
@@ -57,7 +57,9 @@ def check_rules(data: bytes, folder: Path) -> bool:
 
 
 def check_journal(data: bytes, folder: Path) -> bool:
-    """A journal is refused and the file stays as it is, or the file gets other bytes, but not in its tensors."""
+    """Undo the change of a file with its journal. Fail if a refused journal changes the file, or an accepted one its
+    tensors.
+    """
     path = _unpacked(data, folder)
     file = path / JOURNAL
     if not file.exists():
@@ -77,7 +79,7 @@ def check_journal(data: bytes, folder: Path) -> bool:
 
 
 def _mended(journal: bytes, inode: int) -> bytes:
-    """Return `journal` for the file with this `inode`, with the checksum that its content has."""
+    """Return `journal` for the file with this `inode`, with a correct checksum."""
     start = len(MAGIC) + len(HOT)
     body = journal[start:-32]
     if len(body) < _LENGTH.size:
@@ -89,21 +91,21 @@ def _mended(journal: bytes, inode: int) -> bytes:
 
 
 def _records(file: Path) -> dict[str, bytes] | None:
-    """Return the storages in the archive `file`, or None if it is none."""
+    """Return the storages in the archive `file`, or None if it is not an archive."""
     try:
         with zipfile.ZipFile(file) as opened:
             return {name: opened.read(name) for name in opened.namelist() if "/data/" in name}
-    except Exception:  # zipfile raises all kinds
+    except Exception:  # zipfile raises many kinds of exceptions
         return None
 
 
 def check_url(data: bytes, folder: Path) -> bool:
-    """A text is found to be a URL or a path, or there is one line that says why not, and its password is not shown."""
+    """Fail if a password is shown, or if a refused text has no printable error. Return whether the text is a URL."""
     del folder
     text = data.decode("utf-8", "surrogateescape")
     shown = redacted(text)
     url = text.partition("http://u:S3CRET@h/")
-    if text.isprintable() and not url[0] and "u:S3CRET@h" not in url[2]:  # a path may have any text
+    if text.isprintable() and not url[0] and "u:S3CRET@h" not in url[2]:  # a path may contain any text
         assert "u:S3CRET@h" not in shown, "a password is shown"
     try:
         locate(text)
@@ -114,7 +116,7 @@ def check_url(data: bytes, folder: Path) -> bool:
 
 
 def check_index(data: bytes, folder: Path) -> bool:
-    """An index behind a URL makes nobody ask for a file that is not next to it."""
+    """Fail if an index behind a URL leads to a file in another folder."""
     import fsspec  # an extra
 
     files, asked = fsspec.filesystem("memory"), set[str]()
@@ -128,7 +130,7 @@ def check_index(data: bytes, folder: Path) -> bool:
         asked.add(path)
         return info(store, path)
 
-    info = type(files).info  # each thread has an instance of its own
+    info = type(files).info  # each thread has a separate instance
     with mock.patch.object(type(files), "info", seen):
         try:
             summary = summary_of(locate(f"memory:/{near}/{INDEX}"))
@@ -141,7 +143,7 @@ def check_index(data: bytes, folder: Path) -> bool:
 
 
 def check_shell(data: bytes, folder: Path) -> bool:
-    """A printed command is one line, which a shell divides into the words that were meant."""
+    """Fail unless a printed command is one line, which a shell splits into the original words."""
     del folder
     words = [os.fsdecode(each) for each in data.split(b"\0") if each]
     line = shell(*words)
@@ -149,14 +151,14 @@ def check_shell(data: bytes, folder: Path) -> bool:
     bash = shutil.which("bash")
     if not words or not bash:
         return bool(words)
-    # restricted and without PATH: what is quoted wrongly can run nothing and write nowhere
+    # A restricted shell without PATH: with wrong quotes, no program can run and no file can be written.
     ran = subprocess.run([bash, "--norc", "-r", "-c", f"printf '%s\\0' {line}"], capture_output=True, env={"PATH": ""})
     assert ran.stdout.split(b"\0")[:-1] == [os.fsencode(word) for word in words], "a shell reads other words"
     return True
 
 
 def check_page(data: bytes, folder: Path) -> bool:
-    """Whatever tensors are called, pages and notebooks have the elements that they have for other names."""
+    """Fail if the names of tensors change the elements of a page or notebook."""
     names = dict.fromkeys(each.decode("utf-8", "replace") for each in _TEXT.findall(data))
     file = folder / MODEL
     file.write_bytes(_named(list(names)))
@@ -172,7 +174,7 @@ def check_page(data: bytes, folder: Path) -> bool:
 
 
 def _named(names: list[str]) -> bytes:
-    """Return a safetensors file with a tensor without elements for each of `names`."""
+    """Return a safetensors file with an empty tensor for each of `names`."""
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     header = json.dumps(dict.fromkeys(names, entry)).encode()
     return len(header).to_bytes(8, "little") + header
@@ -180,7 +182,9 @@ def _named(names: list[str]) -> bytes:
 
 @cache
 def _plain(file: Path) -> tuple[list[str], list[str]]:
-    """Return the elements of the page, and of the notebook, of the tensor ``a``, in the `file` written for it."""
+    """Return the elements of the page and of the notebook for one tensor named ``a``. The checkpoint is written to
+    `file`.
+    """
     file.write_bytes(_named(["a"]))
     summary = summary_of(file)
     return _tags(page_of(summary_data(summary))), _tags(summary._repr_html_())
@@ -196,7 +200,7 @@ def _tags(page: str) -> list[str]:
 
 
 def _unpacked(data: bytes, folder: Path) -> Path:
-    """Return a folder with the files that `data` has."""
+    """Write the files in `data` to a folder, and return it."""
     path = folder / "input"
     path.mkdir()
     folders.write(folders.unpack(data), path)

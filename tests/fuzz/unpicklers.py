@@ -1,11 +1,11 @@
-"""What CPython's two unpicklers reach in a pickle, and whether the lenient reader lists all of it.
+"""The globals that CPython's two unpicklers reach in a pickle, compared with those that the lenient reader lists.
 
-Both run in this process, in C (``_pickle``) and in Python (``pickle._Unpickler``), on a class that does nothing: each
-global, persistent id and buffer is that class, and so is what any call gives. So nothing is imported and nothing is
-run, and nothing that a pickle does to an object fails, but what every object refuses.
+Both unpicklers run in this process, in C (``_pickle``) and in Python (``pickle._Unpickler``). Every global, persistent
+id, buffer and result of a call is an inert class. Therefore nothing is imported or run, and an operation of a pickle
+fails only if every object refuses it.
 
-C's memo is an array: a slot of 2^28 makes it take four gigabytes. So this is for processes that are started for it and
-have a bound on their address space.
+C's memo is an array: slot 2^28 makes it allocate four gigabytes. Use this module only in separate processes with a
+limited address space.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _MADE, _ANY = "made", "builtins.__import__"
 _ENCODINGS = ("latin-1", "latin-1", "utf-8", "ASCII", "bytes")
 _FRAME = b"\x95"
 _MOST = 1 << 16  # opcodes
-_MORE = 32 << 20  # bytes
+_MORE = 32 << 20  # additional bytes
 
 
 class Reached(NamedTuple):
-    """What an unpickler did: the globals that it looked up, and whether it `used` one of them."""
+    """The result of an unpickler: the globals that it looked up, and whether it `used` one of them."""
 
     by: str
     globals: list[tuple[str, str]]
@@ -46,9 +46,9 @@ class Reached(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """How many globals were `reached`, and what the lenient reader `missed` of them.
+    """The number of globals that were `reached`, and a description of those that the lenient reader `missed`.
 
-    `doubtful`: it says itself that it cannot tell, so the pickle is never called harmless.
+    If `doubtful` is true, the lenient reader reports that it is not certain, so the pickle is never called harmless.
     """
 
     reached: int
@@ -57,9 +57,7 @@ class Compared(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a pickle is loaded: the encoding of Python 2's strings, which its loader says; whether calls give texts, or
-    what is looked up is one.
-    """
+    """A way to load a pickle: the encoding of Python 2 strings, and whether calls or names return texts."""
 
     encoding: str
     calls_give_texts: bool
@@ -67,7 +65,7 @@ class Way(NamedTuple):
 
 
 class _Kind(type):
-    """What can be done to an object: by calling it, by its methods, as a sequence of arguments."""
+    """The operations on an inert object: calls, methods, and iteration as arguments. All of them are recorded."""
 
     used = False
 
@@ -83,7 +81,7 @@ class _Kind(type):
 
 
 class _Inert(metaclass=_Kind):
-    """A global, and what is made of it."""
+    """An inert global, or an object that is made from it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         _Kind.used = True
@@ -91,7 +89,7 @@ class _Inert(metaclass=_Kind):
 
 
 class _Quiet(type):
-    """What can be done to an object, where that is not the pickle's doing."""
+    """The operations on an object that do not count as uses of a global."""
 
     def _ignore(cls, *operands: Any, **named: Any) -> Any:
         return _Inert.result
@@ -103,14 +101,14 @@ class _Quiet(type):
 
 
 class _Loaded(metaclass=_Quiet):
-    """What a persistent id stands for."""
+    """The object that a persistent id stands for."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return _Inert.result
 
 
 def _unpickler(base: Any) -> Any:
-    """The class `base`, with nothing behind its names."""
+    """Return a subclass of the unpickler `base` that looks up no real names."""
 
     class Inert(base):  # type: ignore[misc]
         found: list[tuple[str, str]]
@@ -140,14 +138,14 @@ READERS: tuple[tuple[str, Any, Callable[[bytes], Any]], ...] = (
 
 @functools.cache
 def _register_codes() -> None:
-    """Give the extension codes names, for this process."""
+    """Register names for the extension codes in this process."""
     for code, (module, name) in CODES.items():
         copyreg.add_extension(module, name, code)
 
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Meanwhile, this process takes little more memory than it has; where there is no Unix, nothing holds it."""
+    """Limit the memory of this process to little more than its current size. Systems other than Unix have no limit."""
     try:
         import resource
     except ImportError:
@@ -163,31 +161,31 @@ def bounded() -> Iterator[None]:
 
 
 def reached(data: bytes, way: Way | None = None) -> list[Reached]:
-    """What each of the readers reaches in `data`, loaded in `way`, or in one that depends on `data` alone."""
+    """Return the globals that each reader reaches in `data`. The default for `way` depends only on `data`."""
     _register_codes()
     way = way or _way(data)
     found = []
-    for by, unpickler, opened in READERS if _FRAME in data else READERS[:2]:  # without frames C reads in one way
+    for by, unpickler, opened in READERS if _FRAME in data else READERS[:2]:  # without frames, C reads in only one way
         copyreg.clear_extension_cache()
         _Kind.used = False
         _Inert.result = _MADE if way.calls_give_texts else _Inert
         machine = unpickler(opened(data), encoding=way.encoding, buffers=itertools.repeat(b""))
         machine.found = []
         machine.names = _MADE if way.names_give_texts else _Inert
-        with contextlib.suppress(Exception):  # what a pickle of nonsense raises says nothing
+        with contextlib.suppress(Exception):  # exceptions of invalid pickles are irrelevant
             machine.load()
         found.append(Reached(by, machine.found, _Kind.used))
     return found
 
 
 def _way(data: bytes) -> Way:
-    """A way to load `data`, always the same one."""
+    """Return a way to load `data`, always the same one for the same bytes."""
     number = zlib.crc32(data)
     return Way(_ENCODINGS[number % len(_ENCODINGS)], number % 7 == 0, number % 11 == 0)
 
 
 def compared(data: bytes) -> Compared:
-    """What the unpicklers reach in `data`, beside what the lenient reader lists."""
+    """Compare the globals that the unpicklers reach in `data` with those that the lenient reader lists."""
     seen = scan_lenient(lambda offset, length: data[offset : offset + length], 0, len(data), most=_MOST)
     listed = {(node.module, node.name) for node in seen.graph.globals}
     listed |= {CODES[node.code] for node in seen.graph.extensions if node.code in CODES}

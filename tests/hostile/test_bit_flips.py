@@ -1,9 +1,9 @@
-"""Single bits that turn: in a zip each is found, or changes nothing.
+"""Tests that flip single bits. In a zip file, every flip is found or has no effect.
 
-The two formats without checksums are here as well, with what can be seen there.
+The two formats without checksums are tested as well, with the flips that can be found there.
 
-What stands where in a file is told apart by :func:`fields_of`, so that a flip which nobody finds is known by the field
-that it is in. All bits, and how many were what: ``HYPOTHESIS_PROFILE=long pytest -s tests/hostile/test_bit_flips.py``.
+:func:`fields_of` assigns each byte of a zip file to a field, so a flip that is not found is known by its field.
+``HYPOTHESIS_PROFILE=long pytest -s tests/hostile/test_bit_flips.py`` tests all bits and prints the numbers.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ STEP = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 61
 
 
 class Settings:
-    """A user's own object, in the checkpoint beside the tensors."""
+    """A user's object in the checkpoint, next to the tensors."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
 
 
 def checkpoint() -> dict[str, Any]:
-    """Views, a tie, dtypes of several sizes, an empty storage, an object of nobody's class."""
+    """Return a checkpoint with views, a tie, dtypes of several sizes, an empty storage and a user's object."""
     weight = torch.arange(6.0).reshape(2, 3)
     model = {
         "w": weight,
@@ -60,18 +60,18 @@ def checkpoint() -> dict[str, Any]:
 
 
 def of_torch() -> bytes:
-    """The layout of torch's own writer, with data descriptors."""
+    """Return a file of torch's writer, with data descriptors."""
     return saved(checkpoint())
 
 
 def of_ours(tmp_path: Path) -> bytes:
-    """What a conversion writes: headers of its own, and none where the source's could be copied."""
+    """Return a converted file, in which some headers are new and others are copied from the source."""
     (tmp_path / "in.pt").write_bytes(of_torch())
     ckptconv.convert(tmp_path / "in.pt", tmp_path / "out.pt", map_location="cuda", exclude="h")
     return (tmp_path / "out.pt").read_bytes()
 
 
-# Where a byte of a zip stands
+# The fields of a zip file
 
 _LOCAL = [
     ("signature", 4), ("version needed", 2), ("flags", 2), ("method", 2), ("time", 2), ("date", 2), ("checksum", 4),
@@ -105,7 +105,7 @@ _END = [
 
 
 def fields_of(data: bytes) -> list[str]:
-    """For each byte of a zip, what it is a part of."""
+    """Return the name of its field for each byte of the zip file `data`."""
     found = ["?"] * len(data)
 
     def name(at: int, what: str, fields: list[tuple[str, int]]) -> int:
@@ -136,7 +136,7 @@ def fields_of(data: bytes) -> list[str]:
 
 
 def _extras(found: list[str], data: bytes, at: int, length: int) -> int:
-    """Name the extra fields of a local header; where they end."""
+    """Name the extra fields of a local header in `found`, and return the offset of their end."""
     end = at + length
     while at < end:
         kind, size = struct.unpack_from("<HH", data, at)
@@ -157,11 +157,11 @@ UNUSED = {
 }  # a table  # fmt: skip
 
 
-# What becomes of flips
+# The effects of flips
 
 
 def flips(data: bytes, path: Path, step: int = 1) -> Iterator[int]:
-    """The number of each bit, while `path` has `data` with that bit turned."""
+    """Yield the number of each bit while `path` contains `data` with that bit flipped."""
     path.write_bytes(data)
     with path.open("r+b", buffering=0) as file:
         for bit in range(0, 8 * len(data), step):
@@ -172,7 +172,7 @@ def flips(data: bytes, path: Path, step: int = 1) -> Iterator[int]:
 
 
 def tensors_in(path: Path) -> list[tuple[Any, ...]]:
-    """Each tensor as the reader sees it: path, dtype, shape, strides, offset, device, and the bytes of its storage."""
+    """Return the properties and storage bytes of each tensor in the file at `path`."""
     with Source(path) as source:
         found = opening.read(source)
         return [
@@ -197,8 +197,10 @@ def _bytes_of(info: Any) -> bytes:
 
 
 def judged(data: bytes, path: Path, step: int, load: Callable[[Path], Any]) -> dict[str, list[int]]:
-    """The bits of `data` by what becomes of it when they turn: found by ``verify``; unloadable by whoever LOADs it,
-    which ``verify`` does not see; harmless, when all see the same; silent.
+    """Return the bits of `data` by the effect of a flip.
+
+    ``verify`` reports a "found" flip. For the others, `load` raises an exception ("unloadable"), returns an equal
+    object and tensors ("harmless"), or returns other values ("silent").
     """
     path.write_bytes(data)
     assert verify(path).ok
@@ -210,7 +212,7 @@ def judged(data: bytes, path: Path, step: int, load: Callable[[Path], Any]) -> d
             continue
         try:
             loaded = load(path)
-        except Exception:  # whatever torch makes of a damaged file
+        except Exception:  # torch raises any exception for a damaged file
             bits["unloadable"].append(bit)
             continue
         bits["harmless" if _same(loaded, original) and tensors_in(path) == seen else "silent"].append(bit)
@@ -228,21 +230,21 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def safely(path: Path) -> Any:
-    """The object in `path` by torch's safe loader."""
+    """Return the object in the file at `path`, loaded by torch's safe loader."""
     with torch.serialization.safe_globals([Settings]):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
 @pytest.fixture(autouse=True)
 def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For files of a few bytes, by the thousand, they would take most of the time."""
+    """Turn off threads, which would take most of the time for thousands of tiny files."""
     monkeypatch.setattr(record_checks, "_MOST_THREADS", 0)
 
 
 @pytest.mark.parametrize("writer", ["torch", "ckptconv"])
 def test_no_flip_in_a_zip_is_silent(tmp_path: Path, writer: str) -> None:
-    """Whatever single bit turns: ``verify`` finds it, or torch loads the same object and the reader sees the same
-    tensors; and that is so in fields that say nothing about either.
+    """``verify`` finds every single flip in a zip file, or the flip is in an unused field. Then torch and the reader
+    return the same tensors.
     """
     data = of_torch() if writer == "torch" else of_ours(tmp_path)
     bits = judged(data, tmp_path / f"{writer}.pt", STEP, safely)
@@ -253,8 +255,8 @@ def test_no_flip_in_a_zip_is_silent(tmp_path: Path, writer: str) -> None:
 
 
 def test_flips_in_safetensors(tmp_path: Path) -> None:
-    """It has no checksums: what is silent stands in the numbers of tensors and in names and
-    texts; everything else in the header is found.
+    """In safetensors, which has no checksums, a flip is silent only in values of tensors, names and texts. Every other
+    flip in the header is found, except in padding.
     """
     tensors = {"w": torch.arange(6.0).reshape(2, 3), "h": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}
     data = safetensors.torch.save(tensors, {"format": "pt"})
@@ -266,9 +268,9 @@ def test_flips_in_safetensors(tmp_path: Path) -> None:
     assert all(bit // 8 in texts or data[bit // 8] == ord(" ") for bit in bits["harmless"])
 
 
-def test_flips_in_the_older_format(tmp_path: Path) -> None:
-    """It has no checksums either: what is silent stands in the numbers of tensors and in the object's pickle; the sizes
-    of storages and their keys are checked against each other.
+def test_flips_in_the_legacy_format(tmp_path: Path) -> None:
+    """In the older format, which has no checksums, a flip is silent only in values of tensors and in the pickle of the
+    object.
     """
     data = saved(checkpoint(), _use_new_zipfile_serialization=False)
     bits = judged(data, tmp_path / "older.pt", STEP, safely)

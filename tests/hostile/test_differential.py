@@ -1,5 +1,5 @@
-"""Files that were changed at random, read by torch and by us: what both take is the same, and what we alone take we
-take for a reason that is known.
+"""Randomly changed files, read by torch and by ckptconv. If both read a file, the contents must be the same. ckptconv
+accepts files that torch refuses only for known reasons.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from tests.fuzz.mutators import MUTATORS, noise
 from tests.fuzz.seeds import seeds_of
 from tests.support.torch_process import TorchProcess
 
-#: 300 in the gate, 25,000 in the long run, of each format; pytest's -s shows what became of them.
+#: The number of changed files of each format: 300 in the gate, 25,000 in the long run. pytest's -s shows the outcomes.
 CHANGES = 5 * settings().max_examples
 
-#: What no call's failure may be: of these we must have known.
+#: Messages of errors about bounds and damaged archives. ckptconv must find these errors itself, so they do not count as
+#: the failure of a call.
 BOUNDS = (
     "out of bounds|out of range|negative|overflow|wrong byte size|unexpected"
     " EOF|StreamReader|inline_container|hasRecord"
 )
-#: What torch refuses and we take, by the reason why; what is in torch's error.
+#: The reasons why ckptconv accepts a file that torch refuses, and a pattern of torch's error message.
 ONLY_WE = {
     "it names what torch's safe loader does not allow: data to us, and said to need code": (
         r"Unsupported global|unsupported GLOBAL"
@@ -48,13 +49,13 @@ ONLY_WE = {
         rf" (?!.*({BOUNDS}))"
     ),
 }
-#: Seeds that torch.load does not load, and those whose tensors are on parts of storages, which are reported as offsets
-#: in complete storages; tests/unit/formats compares them.
+#: Seeds that torch.load does not load, and seeds whose tensors use parts of storages. ckptconv reports their offsets in
+#: complete storages; tests/unit/formats compares them.
 LEFT_OUT = ("program", "view", "python2")
 
 
 def _ours(path: Path, out: Path) -> tuple[Summary | None, str]:
-    """What is in `path`, once it is converted to `out`; or our error."""
+    """Convert `path` to `out`. Return the summary of `path` and an empty text, or None and the error."""
     try:
         summary = inspect(path)
         convert(path, out, map_location="cpu", force=True, format="pt", allow_unsafe=True)
@@ -64,15 +65,15 @@ def _ours(path: Path, out: Path) -> tuple[Summary | None, str]:
 
 
 def _tensors(summary: Summary) -> dict[str, list[Any]]:
-    """Dtype, shape, stride and offset of the tensors in `summary`, by path."""
+    """Return the dtype, shape, stride and offset of each tensor in `summary`, by path."""
     tensors = summary.tensors
-    if any("\\" in info.path for info in tensors):  # a key that was set twice: torch has the last alone
+    if any("\\" in info.path for info in tensors):  # torch keeps only the last value of a key that is set twice
         return {}
     return {info.path: [info.dtype, [*info.shape], [*info.stride], info.offset] for info in tensors}
 
 
 def _kind(error: str) -> str:
-    """`error` without what is different in each file."""
+    """Return `error` without the parts that differ from file to file."""
     return re.sub(
         r"'[^']*'|\"[^\"]*\"|[0-9][0-9,]*|0x[0-9a-f]+|/\S+", "…", error.split("WeightsUnpickler error: ")[-1].strip()
     )[:90]
@@ -81,8 +82,8 @@ def _kind(error: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["zip", "legacy"])
 def test_changed_files(target: str, tmp_path: Path) -> None:
-    """torch loads from our output what it loads from the file itself, in everything; the tensors are as we say; what
-    torch refuses we refuse too, but for reasons on the list.
+    """torch loads the same objects from a changed file and from its converted output, and the tensors have the reported
+    properties. ckptconv accepts a file that torch refuses only for a reason in ``ONLY_WE``.
     """
     random = Random(target)
     with warnings.catch_warnings():

@@ -1,5 +1,5 @@
-"""What goes wrong around a conversion, kind by kind, in processes of their own; and the short form of
-``tests/long/test_faults.py``, which has a fault at every call.
+"""Faults of each kind during a conversion, in separate processes. ``tests/long/test_faults.py`` is the complete form,
+with a fault at every call.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.support.injection import OLD, OLD_SET, Conversion
 from tests.support.limited import ckptconv_with_small_files
 from tests.support.writers import sharded
 
-#: Takes from root what lets it write everywhere (PR_CAPBSET_DROP, CAP_DAC_OVERRIDE: linux/prctl.h, linux/capability.h),
-#: and is the command from there on.
+#: Drops the capability that lets root write everywhere (PR_CAPBSET_DROP, CAP_DAC_OVERRIDE: linux/prctl.h,
+#: linux/capability.h), and then executes the command.
 _LIKE_OTHERS = """
 import ctypes, os, sys
 if os.geteuid() == 0:
@@ -34,7 +34,7 @@ needs_strace = pytest.mark.skipif(not shutil.which("strace"), reason="strace is 
 
 
 def ckptconv(*args: str | Path, **options: object) -> subprocess.CompletedProcess[bytes]:
-    """``ckptconv ARGS``; its output, unless `options` say where that goes."""
+    """Run ``ckptconv ARGS`` and return the process. Its output is captured unless `options` redirect it."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     command = [sys.executable, "-m", "ckptconv", *map(str, args)]
     return subprocess.run(command, **options)  # type: ignore[call-overload, no-any-return]
@@ -47,36 +47,36 @@ def src(tmp_path: Path, fixtures: Path) -> Path:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """A model in two shards."""
+    """Return the folder of a model in two shards."""
     return sharded(tmp_path / "shards", {"w1": torch.randn(3000)}, {"w2": torch.randn(3000)})
 
 
-# Calls that fail, and processes that end
+# Failing calls and killed processes
 
 
 def chosen(conversion: Conversion, *names: str) -> None:
-    """Let `conversion` have faults only at the first and the last of its calls of these `names`."""
+    """Restrict the faults of `conversion` to the first and the last of its calls of each of these `names`."""
     numbers = {name: [number for call, number in conversion.calls if call == name] for name in names}
     conversion.calls = sorted({(name, all_[i]) for name, all_ in numbers.items() for i in (0, -1)})
 
 
 @needs_strace
 def test_faults_where_a_file_is_replaced(src: Path, tmp_path: Path) -> None:
-    """An error of the disk, or the end of the process, at the first and the last call of a kind: the old file or the
-    new one, exit 0 only with the new one, one line, and a temporary only of a process that was killed.
+    """After a disk error or a kill at any chosen call, the target is the complete old or new file. Exit status 0 means
+    the new file, an error is one line, and only a killed process leaves a temporary file.
     """
     conversion = Conversion("file", tmp_path / "runs", [src], ["dst.pt"], OLD, ("--to", "cpu"))
     chosen(conversion, "pwrite64", "copy_file_range", "fsync", "close", "rename")
     points = conversion.points(["error=EIO", "signal=SIGKILL"])
     assert len(points) == 18
     in_place = [point for point in points if "in place" in point.line]
-    assert {point.call for point in in_place} == {"fsync"}  # of the folder
+    assert {point.call for point in in_place} == {"fsync"}  # fsync of the folder
     assert {point.outcome for point in points} == {("old",), ("new",)}
 
 
 @needs_strace
 def test_faults_where_a_folder_is_replaced(shards: Path, tmp_path: Path) -> None:
-    """The same of a folder that changes names with the old one."""
+    """After a fault at any chosen call, a target folder is the complete old or new folder."""
     conversion = Conversion("folder", tmp_path / "runs", [shards], ["dst"], OLD_SET, ("--to", "cpu"))
     chosen(conversion, "copy_file_range", "fsync", "renameat2", "rmdir")
     points = conversion.points(["error=ENOSPC", "signal=SIGKILL"])
@@ -86,9 +86,9 @@ def test_faults_where_a_folder_is_replaced(shards: Path, tmp_path: Path) -> None
 
 @needs_strace
 @pytest.mark.parametrize("kind", ["file", "folder", "batch in a new folder"])
-def test_nothing_is_named_before_it_is_on_the_disk(src: Path, shards: Path, tmp_path: Path, kind: str) -> None:
-    """Bytes, their fsync, the name, the fsync of the folder that has it; also that of the
-    folder in which a batch makes a new one.
+def test_output_is_synced_before_it_is_named(src: Path, shards: Path, tmp_path: Path, kind: str) -> None:
+    """The output is synced before it gets its name, and the folder that contains the name is synced before the process
+    ends. The same holds for folders that a batch creates.
     """
     other = Path(shutil.copy(src, tmp_path / "other.pt"))
     srcs, targets, before, dst = {
@@ -101,9 +101,9 @@ def test_nothing_is_named_before_it_is_on_the_disk(src: Path, shards: Path, tmp_
     assert conversion.undurable() == []
 
 
-def test_a_file_that_may_not_be_so_large(src: Path, tmp_path: Path) -> None:
-    """A limit on the size of files (EFBIG) is an error in one line; the old output is intact and
-    nothing else is there.
+def test_output_over_the_file_size_limit(src: Path, tmp_path: Path) -> None:
+    """An output that exceeds the limit on file sizes (EFBIG) fails with one line. The old output is intact, and no
+    other file is left.
     """
     (tmp_path / "out").mkdir()
     target = tmp_path / "out" / "dst.pt"
@@ -116,7 +116,7 @@ def test_a_file_that_may_not_be_so_large(src: Path, tmp_path: Path) -> None:
     assert os.listdir(target.parent) == [target.name]
 
 
-# What is in the way
+# Obstacles at the target
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_a_file_that_may_not_be_so_large(src: Path, tmp_path: Path) -> None:
 def test_targets_that_are_no_files(
     src: Path, here: Path, name: str, make: Callable[[Path, socket.socket], None]
 ) -> None:
-    """A socket, a FIFO or a device is never replaced, nor a folder by a file: one line, exit 1, and it
-    is still there.
+    """A target that is a socket, a FIFO or a device is not replaced, and a file does not replace a folder. The command
+    fails with one line, and the target is still there.
     """
-    target = Path(name)  # a socket's path has at most 107 bytes
+    target = Path(name)  # the path of a socket has at most 107 bytes
     with socket.socket(socket.AF_UNIX) as listener:
         make(target, listener)
         before = os.lstat(target).st_ino
@@ -148,7 +148,9 @@ def test_targets_that_are_no_files(
 
 @pytest.mark.parametrize("kind", ["file", "folder", "batch", "batch in a new folder"])
 def test_where_nothing_may_be_written(src: Path, shards: Path, tmp_path: Path, kind: str) -> None:
-    """In a folder in which this user may not write: one line for each output, the reason, and no word of a bug."""
+    """A conversion into a folder without write permission reports one line with the reason for each output. The line
+    does not mention a bug.
+    """
     inputs = [shards] if kind == "folder" else [src]
     if "batch" in kind:
         inputs.append(Path(shutil.copy(src, tmp_path / "b.pt")))
@@ -164,7 +166,7 @@ def test_where_nothing_may_be_written(src: Path, shards: Path, tmp_path: Path, k
 
 
 def test_a_folder_for_a_batch_that_cannot_be_made(src: Path, tmp_path: Path) -> None:
-    """Where a file stands in the place of a folder, each conversion of a batch says so in a line."""
+    """If a file occupies the place of the output folder, each conversion of a batch fails with one line."""
     other = shutil.copy(src, tmp_path / "other.pt")
     done = ckptconv("convert", "--to", "cpu", "-q", "-j", "1", src, other, tmp_path / "src.pt" / "new")
     assert done.returncode == 1
@@ -176,8 +178,8 @@ def test_a_folder_for_a_batch_that_cannot_be_made(src: Path, tmp_path: Path) -> 
 def test_a_folder_that_appears_while_it_is_looked_for(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    """A set goes to a folder, also if another writer makes that folder between two looks at
-    it: then it is in the way as a folder is.
+    """A set is written to a folder even if another process creates that folder between two checks. The target path is
+    then the folder itself.
     """
     target = tmp_path / "dst"
     real = getattr(os.path, first)
@@ -199,8 +201,8 @@ def test_a_folder_that_appears_while_it_is_looked_for(
 
 @pytest.mark.parametrize("closed", ["1", "2", "012"])
 def test_streams_that_are_closed(src: Path, tmp_path: Path, closed: str) -> None:
-    """With standard streams that were closed before, as some daemons have it, the output is the same: none of what is
-    said is written into it.
+    """A conversion with closed standard streams writes the same output, without messages in it. Some daemons close the
+    standard streams.
     """
     convert(src, tmp_path / "expected.pt", map_location="cuda:1")
     closing = " ".join(f"{number}>&-" for number in closed)
@@ -217,7 +219,7 @@ def test_streams_that_are_closed(src: Path, tmp_path: Path, closed: str) -> None
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_pipe_that_nobody_reads(src: Path, tmp_path: Path, stream: str) -> None:
-    """Where nobody reads the report, or the errors, the output is whole all the same, and there is no traceback."""
+    """If nobody reads stdout or stderr, the output is still complete, and there is no traceback."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as pipe:
@@ -241,8 +243,8 @@ def test_a_pipe_that_nobody_reads(src: Path, tmp_path: Path, stream: str) -> Non
     ids=lambda each: " ".join(f"{name}={value}" for name, value in each.items()) or "none",
 )
 def test_odd_locales_and_terminals(tmp_path: Path, fixtures: Path, environment: dict[str, str]) -> None:
-    """Whatever the locale, the encoding of the terminal or its size, or if there is no environment at all: names that
-    it cannot show are converted all the same, shown and named in errors.
+    """Names that the locale or the terminal cannot show are converted and inspected. Odd locales, encodings, terminal
+    sizes and an empty environment cause no traceback.
     """
     names = {"gewicht.ü": torch.ones(2), "重み": torch.ones(3)}
     torch.save(names, tmp_path / "größe.pt")

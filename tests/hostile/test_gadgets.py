@@ -1,7 +1,7 @@
-"""What Python, torch and what they need lend to attacks is dangerous; what honest objects are made of is not.
+"""Globals of Python, torch and their dependencies that attacks use are dangerous. Globals of honest objects are not.
 
-CKPTCONV_SCANNERS names a folder with the unpacked source distributions of other scanners of pickles, for their samples
-of attacks and their lists.
+CKPTCONV_SCANNERS names a folder with the unpacked source distributions of other pickle scanners. Their samples of
+attacks and their lists are tested too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def graph_of(data: bytes) -> Graph:
 
 @pytest.mark.parametrize("name", GADGETS)
 def test_gadgets(here: Path, name: str) -> None:
-    """Each is dangerous, in a checkpoint and in a pickle inside a byte string, and none runs."""
+    """Each gadget is dangerous in a checkpoint and in a pickle inside a byte string. ``verify`` fails and does not run
+    the gadget.
+    """
     inside = ways.NESTS["BINBYTES"](GADGETS[name].pickle)
     for i, data in enumerate((ways.checkpoint(GADGETS[name].code), ways.checkpoint(inside))):
         path = here / f"{i}.pt"
@@ -82,7 +84,7 @@ Point = collections.namedtuple("Point", "x y")
 
 
 class Holder:
-    """An object with attributes, a method of its own, and keyword arguments of its constructor."""
+    """An object with attributes, a method, and a constructor with keyword arguments."""
 
     def __init__(self, **attributes: object) -> None:
         self.__dict__.update(attributes)
@@ -95,14 +97,14 @@ class Holder:
         return super().__new__(cls)
 
     def method(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class Registry(dict[str, object]):
-    """A dict of one's own, with a method that is called like one that does harm."""
+    """A subclass of dict with a method whose name is also the name of a harmful function."""
 
     def load(self) -> None:
-        """Loads nothing."""
+        """Do nothing."""
 
 
 def _network() -> torch.nn.Module:
@@ -176,13 +178,13 @@ HONEST: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("kind", HONEST)
 def test_honest_objects(kind: str, protocol: int) -> None:
-    """What programs keep beside tensors, saved in any protocol, is not called dangerous, and what it calls is known."""
+    """Objects that programs save next to tensors are not dangerous in any protocol, and every call in them is known."""
     made = HONEST[kind]()
     read = 0
     for each in made if isinstance(made, list) else [made]:
         try:
             data = pickle.dumps(each, protocol)
-        except (TypeError, pickle.PicklingError, AttributeError):  # not in this protocol
+        except (TypeError, pickle.PicklingError, AttributeError):  # this protocol cannot save the object
             continue
         graph = graph_of(data)
         read += 1
@@ -193,7 +195,7 @@ def test_honest_objects(kind: str, protocol: int) -> None:
 
 @pytest.mark.parametrize("protocol", range(2, 6))
 def test_expressions(protocol: int) -> None:
-    """sympy's numbers are pickled as texts, which nothing evaluates."""
+    """Numbers of sympy are pickled as texts that nothing evaluates, so they are not dangerous."""
     x, f = sympy.Symbol("x", positive=True), sympy.Function("f")
     for each in (
         sympy.Float(1.5), x**2 + 0.1 * sympy.sin(x), f(1.5), sympy.Max(sympy.Dummy("a"), 0.1), sympy.Idx("i"),
@@ -204,19 +206,19 @@ def test_expressions(protocol: int) -> None:
 
 
 def test_an_array_in_a_file(tmp_path: Path) -> None:
-    """A memmap is saved with its numbers; it opens no file."""
+    """A memmap is pickled with its numbers and opens no file, so it is not dangerous."""
     array = np.memmap(tmp_path / "x", "f4", "w+", shape=(2,))
     for protocol in range(6):
         assert not list(dangerous_globals(graph_of(pickle.dumps(array, protocol))))
 
 
-# What other scanners have
+# Samples and lists of other scanners
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, about its prototypes
+@pytest.mark.filterwarnings("ignore")  # warnings of torch about prototypes
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo(tmp_path: Path, name: str) -> None:
-    """No object of the zoo is dangerous, or unknown, as torch saves it."""
+    """No object of the zoo that torch saves is dangerous or unknown."""
     path = tmp_path / "x.pt"
     save(ZOO[name](), path, pickle_protocol=NEEDS_PROTOCOL.get(name, 2))
     assert not [finding for finding in verify(path).findings if finding.level in ("dangerous", "unknown")]
@@ -233,7 +235,7 @@ _HOSTILE = ("attack", "exploit", "malicious", "evil", "nested_pickle_raw", "mult
 
 
 def test_samples_of_other_scanners() -> None:
-    """None of their attacks is called sound; none of their honest samples dangerous."""
+    """Every attack among the samples of other scanners fails ``verify``. None of their honest samples is dangerous."""
     files = [path for path in _scanners().rglob("*") if path.suffix in (".pkl", ".pt", ".pth", ".bin", ".pickle")]
     hostile = [path for path in files if any(word in str(path.relative_to(_scanners())) for word in _HOSTILE)]
     assert hostile
@@ -244,9 +246,9 @@ def test_samples_of_other_scanners() -> None:
             assert "dangerous" not in {finding.level for finding in verify(path).findings}, path
 
 
-#: On their lists, and not on ours: pickle itself writes these, and what they fetch or call is looked at. What
-#: cloudpickle makes functions of carries code, as a saved function does; it needs code. And modules as a whole, of
-#: which a part is harmless, or which can be anybody's.
+#: Globals that other scanners list and ckptconv judges by their use. pickle itself writes some of them, and ckptconv
+#: checks what they fetch or call. Functions of cloudpickle carry code, so they need code, as a saved function does.
+#: Complete modules are listed if a part of them is harmless, or if any project can have a module of that name.
 _JUDGED_BY_USE = {
     "partial", "getattr", "attrgetter", "itemgetter", "methodcaller", "_builtin_type", "_make_function",
     "_function_setstate", "_make_cell", "_make_empty_cell", "subimport", "uuid.*", "pickle.*", "_pickle.*", "profile.*",
@@ -255,7 +257,7 @@ _JUDGED_BY_USE = {
 
 
 def test_lists_of_other_scanners() -> None:
-    """All that picklescan calls dangerous is so here, but what is judged by what is done with it."""
+    """Every global that picklescan lists as unsafe is dangerous, except those that are judged by their use."""
     (source,) = _scanners().rglob("picklescan/scanner.py")
     tree = ast.parse(source.read_text("utf-8"))
     (unsafe,) = (

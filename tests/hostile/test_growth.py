@@ -1,5 +1,5 @@
-"""What commands do grows with the pickle, whatever its nodes share: each question is asked of a node once, not once for
-each path to it. Calls are counted, not seconds.
+"""The work of the commands grows linearly with the pickle, even if its nodes are shared. Each node is visited once, not
+once for each path to it. The tests count calls, not seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.fuzz.budgets import SHAPES, file_of
 from tests.support.sampled import sampled
 
 OPCODES = 1000, 4000
-#: Shapes whose objects share what each of their plain forms has in full. The budget of work ends that.
+#: Shapes whose objects share a value that each of their plain forms contains in full. The budget of work limits these.
 _COPIED = (
     "a list in frozensets of protocol 2",
     "a list in queues",
@@ -34,7 +34,7 @@ _COPIED = (
     "a dict in mappings of protocol 0",
     "a list of groups in optimizers",
 )
-#: Something that many nodes have.
+#: Shapes in which many nodes share one node.
 SHARED = [shape for shape in SHAPES if shape.startswith("a ") and "wide" not in shape and shape not in _COPIED]
 
 
@@ -52,7 +52,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
 
 
 def calls_of(run: Callable[[Path], object], path: Path) -> int:
-    """How many functions `run` calls, those in C among them, and how often generators go on."""
+    """Return the number of calls that `run` makes, including calls of C functions and resumptions of generators."""
     calls = 0
 
     def count(frame: object, event: str, arg: object) -> None:
@@ -78,10 +78,12 @@ def calls_of(run: Callable[[Path], object], path: Path) -> int:
     ],
 )
 def test_work_grows_with_the_pickle(shape: str, command: str, tmp_path: Path) -> None:
-    """Four times as much of a shape takes at most six times as many calls; what is quadratic takes sixteen."""
+    """A pickle of four times the size takes less than six times as many calls. Quadratic work would take sixteen times
+    as many.
+    """
     path = tmp_path / "a.pt"
     path.write_bytes(file_of("None", 10)[0])
-    calls_of(COMMANDS[command], path)  # what is imported when it is first needed
+    calls_of(COMMANDS[command], path)  # runs the imports that occur on first use
     calls = []
     for opcodes in OPCODES:
         path.write_bytes(file_of(shape, opcodes)[0])
@@ -90,7 +92,9 @@ def test_work_grows_with_the_pickle(shape: str, command: str, tmp_path: Path) ->
 
 
 def test_integers_of_one_hash() -> None:
-    """Multiples of 2^61 - 1 have one hash: as slots of the memo, and as keys that are paired, they get others."""
+    """Multiples of 2^61 - 1 have the same hash in Python. Memo slots and the keys of paired items for these numbers
+    have different hashes.
+    """
     numbers = [i * ((1 << 61) - 1) for i in range(1, 100)]
     machine = PickleMachine.__new__(PickleMachine)
     machine.memo, machine.stack = {}, [None]
@@ -100,7 +104,7 @@ def test_integers_of_one_hash() -> None:
 
 
 def test_a_chain_of_attributes() -> None:
-    """The name of what is fetched from what is fetched, and so on, is no longer than its bound."""
+    """The name of a long chain of attribute lookups has a bounded length."""
     meaning: dangerous_calls._Meaning = dangerous_calls._Ref("m", "f")
     for _ in range(50):
         meaning = dangerous_calls._attribute(meaning, "a" * 900)
@@ -108,14 +112,18 @@ def test_a_chain_of_attributes() -> None:
 
 
 def test_a_getter_is_nothing_else() -> None:
-    """What is known of values is compared by value: what looks ``m.f`` up must not stand for what calling it gives."""
+    """Meanings of values are compared by value. A getter of ``m.f`` is not equal to ``m.f`` or to the result of a call
+    of it.
+    """
     function = dangerous_calls._Ref("m", "f")
     made = [dangerous_calls._Made(function, of_class) for of_class in (False, True)]
     assert not {function, *made} & {dangerous_calls._Getter(calls, ("m", "f")) for calls in (False, True)}
 
 
 def rank_files(folder: Path, world: int, shape: tuple[int, ...], more: Placement) -> Path:
-    """The files of a run in which tensors share one spec: rows over `world` processes, and 63 dimensions of one."""
+    """Write the rank files of a run over `world` processes and return their folder. All tensors share one spec: rows
+    over the processes, and the placement `more` in 63 mesh dimensions of size 1.
+    """
     folder.mkdir()
     for rank in range(world):
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
@@ -131,10 +139,10 @@ def rank_files(folder: Path, world: int, shape: tuple[int, ...], more: Placement
     return folder
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, about itself
+@pytest.mark.filterwarnings("ignore")  # warnings of torch
 def test_placements_of_rank_files(tmp_path: Path) -> None:
-    """Tensors that share one spec cost the same whatever it says: it is followed once, and pieces that one process has
-    all of are none.
+    """Tensors that share one spec cost about the same whatever its placements are. The spec is followed once, and a
+    placement over a single process makes no pieces.
     """
     plain = rank_files(tmp_path / "plain", 8, (8, 1), Replicate())
     calls_of(ckptconv.inspect, plain)
@@ -144,7 +152,9 @@ def test_placements_of_rank_files(tmp_path: Path) -> None:
 
 
 def test_what_the_first_rank_alone_has(tmp_path: Path) -> None:
-    """Items that the first of many files has and the others have not are not looked at for each of them."""
+    """If only the first of many rank files contains many items, comparing the files takes too many steps and is
+    refused.
+    """
     for rank in range(40):
         more = {f"item {i}": i for i in range(0 if rank else 2000)}
         torch.save({"epoch": 1, **more}, tmp_path / f"model_world_size_40_rank_{rank}.pt")

@@ -1,4 +1,6 @@
-"""What is said to load is loaded by torch: files that torch could have written but for one thing, judged by both."""
+"""ckptconv's answer to whether torch loads a file, compared with torch itself. The files are real ones, without a
+change or with one mutation.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ from ckptconv.safety.torch_load import torch_loading
 from tests.support.mutants import LEVELS, kinds, mutant
 from tests.support.torch_process import TorchProcess
 
-#: 240 in the gate, 20,000 in the long run; pytest's -s shows what became of them.
+#: The number of mutants: 240 in the gate, 20,000 in the long run. pytest's -s shows the outcomes.
 MUTANTS = int(os.environ.get("CKPTCONV_MUTANTS", 4 * settings().max_examples))
-#: How often each level is chosen: readers take few files of the first.
+#: How often each level is chosen. Readers accept few files with a mutated byte.
 WEIGHTS = {"byte": 1, "opcode": 2, "argument": 3, "container": 2}
-#: Of unmutated kinds, how many may be not known: 2 %.
+#: The largest share of unmutated kinds whose answer may be 'not known': 2 %.
 NOT_KNOWN = 0.02
 
 
 def judged(path: Path) -> tuple[str, str]:
-    """Our answer, or that no reader takes the file; and why."""
+    """Return ckptconv's answer for the file at `path`, or 'not read' if no reader accepts it, and the reason."""
     try:
         with opening.open_input(path) as source:
             found = torch_loading(opening.read(source))
@@ -36,7 +38,9 @@ def judged(path: Path) -> tuple[str, str]:
 
 
 def written(name: str, data: bytes, folder: Path) -> Path:
-    """A file with `data`, of the kind `name`: torch goes by the name of safetensors."""
+    """Write `data` to a file and return its path. torch recognizes safetensors by the suffix, so the kind `name`
+    decides it.
+    """
     path = folder / ("x.safetensors" if name == "safetensors" else "x.pt")
     path.write_bytes(data)
     return path
@@ -49,7 +53,7 @@ def real_kinds() -> dict[str, bytes]:
 
 
 def test_real_kinds(tmp_path: Path) -> None:
-    """What nobody changed: the answer is torch's, and hardly ever that it is not known."""
+    """The answer for an unmutated file agrees with torch and is 'not known' for at most 2 % of the kinds."""
     found = real_kinds()
     assert len(found) >= 40
     counts: Counter[str] = Counter()
@@ -64,7 +68,7 @@ def test_real_kinds(tmp_path: Path) -> None:
 
 
 def test_mutants(tmp_path: Path) -> None:
-    """None is said to load that torch refuses, none to be refused that torch loads."""
+    """No mutant that torch refuses has the answer 'loads'. No mutant that torch loads has the answer 'refused'."""
     random, originals = Random(os.environ.get("CKPTCONV_SEED", "mutants")), real_kinds()
     counts: Counter[str] = Counter()
     unknown: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Servers that lie, each in one way: one typed error, nothing written, and an end in time."""
+"""Servers that lie, each in one way. A command ends in time with one typed error and writes nothing."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.seaweed import BUCKET
 
 pytest.importorskip("urllib3", reason="the extra remote is not installed")
 
-_DEADLINE, _MORE = 0.6, 6.0  # seconds; the latter for a busy machine
+_DEADLINE, _MORE = 0.6, 6.0  # seconds; the second is a margin for a busy machine
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for minutes; what is sent in one part has several."""
+    """Set short timeouts, and a small window so that a file takes several requests."""
     for name, value in {"deadline": _DEADLINE, "silence": 0.3, "backoff": 0.01, "attempts": 3}.items():
         monkeypatch.setattr(POLICY, name, value)
     monkeypatch.setattr("ckptconv.stores.remote._GRACE", 0.2)
@@ -35,7 +35,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def data() -> bytes:
-    """A checkpoint that takes several requests: of four storages, and larger than their window."""
+    """Return a checkpoint of four storages that are larger than the window, so that it takes several requests."""
     return saved({f"layer.{i}": torch.arange(6000.0) for i in range(4)})
 
 
@@ -43,7 +43,9 @@ def data() -> bytes:
 @pytest.mark.parametrize("honest", [0, 1], ids=["at once", "after the first answer"])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_is_a_typed_error(lie: str, honest: int, data: bytes, tmp_path: Path) -> None:
-    """From the first answer on, or from the second: of the class that says what it is, and nothing is left behind."""
+    """A lie in the first or in a later response raises the typed error that describes the lie. The error names the URL,
+    and no file is left.
+    """
     tell, kind = LIES[lie]
     out = tmp_path / "out"
     out.mkdir()
@@ -61,7 +63,9 @@ def test_a_lie_is_a_typed_error(lie: str, honest: int, data: bytes, tmp_path: Pa
 
 @pytest.mark.parametrize("lie", SLOW_DOWNLOADS)
 def test_a_download_ends_in_time(lie: str, data: bytes, tmp_path: Path) -> None:
-    """Wherever the server lets us wait: bytes that come now and then put no deadline off."""
+    """A download ends by its deadline even if the server sends a few bytes now and then, in any part of the
+    response.
+    """
 
     def answer(it: Exchange) -> None:
         if it.is_range:
@@ -78,7 +82,7 @@ def test_a_download_ends_in_time(lie: str, data: bytes, tmp_path: Path) -> None:
 
 
 def test_a_list_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Hub's lists are asked for by whoever waits for them, without a thread that could be left."""
+    """Listing a repository of the Hub ends by its deadline if the server sends its headers slowly."""
 
     def slowly(it: Exchange, files: dict[str, bytes], *, most: int) -> None:
         SLOW_DOWNLOADS["head"](it)
@@ -95,14 +99,14 @@ def _store(say: Callable[[BaseHTTPRequestHandler], None]) -> Callable[[BaseHTTPR
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.close_connection = True
         handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
-        with contextlib.suppress(OSError):  # who is lied to may hang up
+        with contextlib.suppress(OSError):  # the client may close the connection
             say(handler)
 
     return answer
 
 
 def _sent(head: str, unit: bytes, pause: float = 0.0) -> Callable[[BaseHTTPRequestHandler], None]:
-    """Send `head`, and `unit` after it for some seconds."""
+    """Return a function that sends `head`, and then `unit` again and again for some seconds."""
 
     def say(handler: BaseHTTPRequestHandler) -> None:
         handler.wfile.write(f"HTTP/1.1 {head}".encode())
@@ -114,7 +118,7 @@ def _sent(head: str, unit: bytes, pause: float = 0.0) -> Callable[[BaseHTTPReque
     return say
 
 
-#: What a store can answer to any request: the error in reading contains the text, unless an S3 client sees no body.
+#: False responses of a store to any request.
 STORE_LIES = {
     "a body without an end": _sent("200 OK\r\n\r\n<ListBucketResult>", b" " * (1 << 20)),
     "an error without an end": _sent("403 no\r\n\r\n<Error>", b" " * (1 << 20)),
@@ -129,7 +133,7 @@ STORE_LIES = {
 
 @pytest.mark.parametrize("lie", STORE_LIES)
 def test_a_store_that_lies(lie: str, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a file, listing a folder and writing a file end in time with one typed error, and hold few bytes."""
+    """Reading a file, listing a folder and writing a file each end in time with one typed error."""
     monkeypatch.setattr(POLICY, "patience", _DEADLINE)
     monkeypatch.setattr("ckptconv.stores.s3.PAGE", 4 << 20)
     monkeypatch.setattr(fake_s3._Handler, "_answer", _store(STORE_LIES[lie]))
@@ -163,6 +167,8 @@ def test_a_store_that_lies(lie: str, data: bytes, tmp_path: Path, monkeypatch: p
     ],
 )
 def test_a_url_that_programs_read_differently(url: str) -> None:
-    """A UsageError, before anybody is asked: for half an address, a port that is none, a backslash, a space."""
+    """A URL without a valid host is a UsageError. Examples are half an address, an invalid port, a backslash and a
+    space.
+    """
     with pytest.raises(errors.UsageError, match="without a valid host"):
         ckptconv.inspect(url)

@@ -1,5 +1,5 @@
-"""Nothing that a hostile file says is run: an audit hook in a process of its own sees no import, no code, no process,
-no socket and no file outside the target, whatever is done to the file.
+"""Nothing in a hostile file runs. An audit hook in a separate process sees no import, no executed code, no process, no
+socket and no file outside the target, whatever command reads the file.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.support.reduced import Reduced
 from tests.support.sampled import sampled
 
 ARGS = text("MARK") + b"\x85"
-#: What hostile files name: modules that nobody has imported, each with something that the hook would see; and what
-#: would leave a mark.
+#: Globals that hostile files name. The modules of the last two are not imported yet, so the hook would see their
+#: import. A call of ``os.mkdir`` would leave a folder.
 NAMES = {"mkdir": ("os", "mkdir"), "import": ("this", "s"), "unknown": ("no_such_module", "call")}
 TWIN = ("collections", "OrderedDict")
 
@@ -34,7 +34,7 @@ def _call(module: str, name: str) -> bytes:
     return ways.NAMINGS["REDUCE"](module, name, ARGS)
 
 
-#: What pushes a call, or hides one, by module and name.
+#: Opcodes that push a call or hide one, by module and name.
 WAYS: dict[str, Code] = {
     **{name: lambda m, n, naming=naming: naming(m, n, ARGS) for name, naming in ways.NAMINGS.items()},
     **{f"in {name}": lambda m, n, place=place: place(_call(m, n)) for name, place in ways.PLACES.items()},
@@ -56,7 +56,9 @@ CONTAINERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def _files(folder: Path, module: str, name: str, first: int) -> list[Path]:
-    """Files that name `module` and `name` in all ways, in one container after the other from the `first` on."""
+    """Write files that name `module` and `name` in all ways, and return their paths. The containers alternate,
+    beginning with the one numbered `first`.
+    """
     folder.mkdir()
     files = {}
     for i, (way, code) in enumerate(WAYS.items()):
@@ -83,7 +85,7 @@ def _files(folder: Path, module: str, name: str, first: int) -> list[Path]:
 
 
 def _bad_index(folder: Path, module: str, name: str) -> Path:
-    """A set whose index names files elsewhere."""
+    """Write a set whose index names files elsewhere, and return its folder."""
     folder.mkdir()
     names = {"w": f"../{module}.{name}", "v": "/etc/passwd", "u": "$(mkdir MARK)"}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
@@ -91,8 +93,8 @@ def _bad_index(folder: Path, module: str, name: str) -> Path:
 
 
 def test_nothing_runs(tmp_path: Path) -> None:
-    """inspect, verify, diff, open, and every conversion, allowed to carry what is dangerous or not; and the same hook
-    sees pickle run the same files.
+    """inspect, verify, diff, open and each conversion of a hostile file cause no event that the hook forbids, with and
+    without ``allow_unsafe``. As a control, the hook sees pickle run the same calls.
     """
     warm = _files(tmp_path / "warm", *TWIN, 0)
     hostile = [

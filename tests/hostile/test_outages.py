@@ -1,4 +1,6 @@
-"""Servers, stores and disks that fail while a file is verified: the file is not checked, and never called damaged."""
+"""Servers, stores and disks that fail during ``verify``. The status of the file is 'not checked', and the file is never
+called damaged.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,20 @@ DAMAGE = b"\xff" * 8
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request at a time, none of them large, and two attempts."""
+    """Allow one small request at a time, and two attempts."""
     for name, value in {"backoff": 0.001, "attempts": 2, "window": 4096, "concurrency": 1, "part": 50_000}.items():
         monkeypatch.setattr(POLICY, name, value)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One state dict in each format, and as a set of shards."""
+    """Return a folder with one state dict in each format, and as a set of shards."""
     state = {f"layer.{i}": torch.arange(20_000.0) + i for i in range(3)}
     return saved_in_each_format(tmp_path_factory.mktemp("far"), state, "100KB")
 
 
 def cut(it: Exchange) -> None:
-    """Drop the connection in the middle."""
+    """Drop the connection before the last byte of a response."""
     it.handler.close_connection = True
     it.send(206, it.headers(), it.part[:-1])
 
@@ -57,7 +59,7 @@ FAULTS: dict[str, Callable[[Exchange], None]] = {
 
 
 def verdict(url: object) -> tuple[str, set[str]]:
-    """Return the status of what is at `url`, and the levels of what was found."""
+    """Verify `url`. Return the status and the levels of the findings, without notes."""
     try:
         found = ckptconv.verify(str(url))
     except CkptconvError as error:
@@ -69,7 +71,9 @@ def verdict(url: object) -> tuple[str, set[str]]:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "s.safetensors", "set"])
 def test_at_each_request(fault: str, name: str, folder: Path) -> None:
-    """Whichever request is the first that fails, and all after it: not checked, with no other level."""
+    """If a request and all requests after it fail, the status is 'not checked', and the findings have no other
+    level.
+    """
     files = {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
     place = next((each for each in files if each.startswith(name) and each.endswith("index.json")), name)
     with serving(files) as server:
@@ -87,7 +91,9 @@ def test_at_each_request(fault: str, name: str, folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 @pytest.mark.parametrize("name", ["zip.pt", "dcp/"])
 def test_in_a_store(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same of S3: an object, and a folder of torch.distributed.checkpoint, which is listed first."""
+    """If requests to S3 fail, the status of an object and of a folder of torch.distributed.checkpoint is 'not checked'.
+    The folder is listed first.
+    """
     with fake_s3.running_fake(tmp_path) as store:
         store.put("zip.pt", (folder / "zip.pt").read_bytes())
         url = store.put("dcp/.metadata", b"").removesuffix("dcp/.metadata") + name
@@ -117,7 +123,9 @@ def test_in_a_store(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_command(folder: Path, tmp_path: Path, command: Command) -> None:
-    """Its status is 4, its JSON and its lines have the level; what is damaged makes it 1 all the same."""
+    """``verify`` ends with exit status 4 if a checkpoint is not checked. Its lines and its JSON contain that level. If
+    another checkpoint is damaged, the exit status is 1.
+    """
     whole = (folder / "zip.pt").read_bytes()
     at = whole.index(b"data/1") + 500
     (tmp_path / "bad.pt").write_bytes(whole[:at] + DAMAGE + whole[at + 8 :])
@@ -142,7 +150,7 @@ def test_the_command(folder: Path, tmp_path: Path, command: Command) -> None:
 
 
 def test_damage_stays_damage(folder: Path, tmp_path: Path) -> None:
-    """A record whose checksum is wrong, beside others that could not be read."""
+    """A record with a wrong checksum makes the status 'failed', even if other records cannot be read."""
     whole = (folder / "zip.pt").read_bytes()
     at = whole.index(b"data/0") + 500
     with serving({"a.pt": whole[:at] + DAMAGE + whole[at + 8 :]}) as server:
@@ -155,7 +163,7 @@ def test_damage_stays_damage(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever read of a file here, or of a file object, is the first that fails."""
+    """If a read of a local file or a file object and all reads after it fail, the status is 'not checked'."""
     pread, done, honest = os.pread, 0, 10**9
 
     def failing(fd: int, length: int, offset: int) -> bytes:
@@ -191,12 +199,12 @@ def test_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         for honest in range(2, done):
             done = 0
             levels = levels_of(make())
-            # threads that read the records divide them differently each time, so a run may need fewer reads
+            # Threads that read the records divide them differently in each run, so a run may need fewer reads.
             assert levels == ({"not checked"} if done > honest else {"ok"}), honest
 
 
 def test_a_file_that_is_being_changed(folder: Path) -> None:
-    """Alone, and as one of a set, while another process changes it in place."""
+    """A file that another process changes in place is not checked, as a single file and as a shard of a set."""
     shard = next(folder.glob("set/*-00002-*"))
     for path, given in ((folder / "zip.pt", folder / "zip.pt"), (shard, shard.parent)):
         with open_locked(path):
@@ -205,7 +213,7 @@ def test_a_file_that_is_being_changed(folder: Path) -> None:
 
 
 def test_json_is_the_libraries(folder: Path, command: Command) -> None:
-    """``status`` is there in both."""
+    """The JSON of the command and the library's ``as_dict`` are equal, including ``status``."""
     assert json.loads(json.dumps(ckptconv.verify(folder / "zip.pt").as_dict())) == command.json(
         "verify", folder / "zip.pt"
     )

@@ -1,7 +1,8 @@
-"""Programs and dangerous calls in the parts of a checkpoint: an archive inside another file, a shard, a stored object.
+"""Programs and dangerous calls in the parts of a checkpoint: an archive inside another file, a shard, a stored
+object.
 
-Each really writes ``marker`` where its own loader loads it: torch.load(weights_only=False) runs an archive of torch.jit
-as a program, also one that is a byte string or a part of a file.
+Each program writes ``marker`` if its own loader loads it. torch.load(weights_only=False) runs an archive of torch.jit
+as a program, also if the archive is a byte string or a part of a file.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _LOAD_FOLDER = (
 
 
 def archive(pickled: bytes, *, is_program: bool = True) -> bytes:
-    """An archive of torch's with a storage of 8 bytes and the pickle `pickled`."""
+    """Return an archive in the format of torch.save, with a storage of 8 bytes and the pickle `pickled`."""
     records = {"data.pkl": b"\x80\x02" + pickled + b".", "data/0": bytes(8), "version": b"3\n"}
     if is_program:
         records |= {"code/__torch__.py": _CODE.encode(), "constants.pkl": _CONSTANTS}
@@ -82,7 +83,7 @@ def runs(load: str, path: Path, folder: Path) -> bool:
 
 @pytest.mark.parametrize("hide", [in_pickle, in_distributed])
 def test_a_program_inside(tmp_path: Path, hide: object) -> None:
-    """An archive inside another file that holds more than torch.save writes is not sound."""
+    """An archive inside another file fails ``verify`` if it contains more than torch.save writes."""
     folder = tmp_path / "made"
     folder.mkdir()
     path, load = hide(folder)  # type: ignore[operator]
@@ -91,7 +92,7 @@ def test_a_program_inside(tmp_path: Path, hide: object) -> None:
 
 
 def test_a_program_as_a_shard(tmp_path: Path) -> None:
-    """The constants of a program are looked at where it is one of several files, too."""
+    """The constants of a program are examined if the program is one of several shards."""
     path = in_shard(tmp_path, archive(_STATE))
     for each in (tmp_path, path):
         verdict = verify(each, strict=True)
@@ -110,8 +111,10 @@ def test_a_program_as_a_shard(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("gadget", ["Path.mkdir by getattr", "Path.mkdir by methodcaller"])
-def test_what_a_set_leaves_out(tmp_path: Path, gadget: str, place: bytes) -> None:
-    """What a shard makes and the set has no place for is looked at: loading the shard makes it."""
+def test_objects_that_a_set_leaves_out(tmp_path: Path, gadget: str, place: bytes) -> None:
+    """A shard can make objects that the set leaves out. These objects are examined, because loading the shard makes
+    them.
+    """
     path = in_shard(tmp_path, archive(place.replace(b"%b", GADGETS[gadget].code), is_program=False))
     verdict = verify(tmp_path)
     assert not verdict.ok and verdict.safety == "dangerous"
@@ -120,7 +123,9 @@ def test_what_a_set_leaves_out(tmp_path: Path, gadget: str, place: bytes) -> Non
 
 @pytest.mark.parametrize("look_up", ["builtins:getattr", "operator:attrgetter", "operator:methodcaller"])
 def test_long_names(tmp_path: Path, look_up: str) -> None:
-    """A name of an attribute that is longer than any is not looked through: thousands of calls can have the same."""
+    """An attribute name of more than 1000 characters is dangerous. It is not examined, because thousands of calls can
+    share it.
+    """
     path = tmp_path / "x.pt"
     first = [b"N"] if look_up == "builtins:getattr" else []
     for name, is_dangerous in ("a" * 1000, False), ("a" * 1001, True), ("a." * 32000, True):
@@ -129,7 +134,7 @@ def test_long_names(tmp_path: Path, look_up: str) -> None:
 
 
 def test_a_text_in_a_list(tmp_path: Path) -> None:
-    """What evaluates texts evaluates those in lists."""
+    """A function that evaluates texts also evaluates texts in lists, so such a list is dangerous."""
     path = tmp_path / "x.pt"
     path.write_bytes(ways.checkpoint(call("sympy:Matrix", sequence(text("open('marker', 'w')")))))
     assert verify(path).safety == "dangerous"
@@ -142,7 +147,7 @@ def test_a_text_in_a_list(tmp_path: Path) -> None:
     ["torch._ops:ops.aten.from_file.default", "torch._ops:ops.aten.from_file._op", "readline:write_history_file"],
 )
 def test_writers_of_files(tmp_path: Path, name: str) -> None:
-    """Overloads of operators, and what is written in C, write files too."""
+    """Overloads of operators and functions written in C are dangerous if they write files."""
     path = tmp_path / "x.pt"
     path.write_bytes(ways.checkpoint(call(name, text("marker"))))
     assert verify(path).safety == "dangerous"

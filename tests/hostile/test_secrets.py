@@ -1,4 +1,6 @@
-"""Secrets in every place of a URL, of a header and of the environment: they are sent, and no output has them."""
+"""Secrets in every part of a URL, in headers and in the environment. They can be sent to the server, but no output
+contains them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ COMMANDS = (
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No retries, no netrc and no proxies of this machine's."""
+    """Shorten timeouts and retries, and ignore the proxies and the netrc file of this machine."""
     for name, value in {"backoff": 0.001, "attempts": 2, "silence": 1.0, "deadline": 2.0}.items():
         monkeypatch.setattr(POLICY, name, value)
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
@@ -51,15 +53,15 @@ def hasty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def closed() -> int:
-    """A port on which nobody answers."""
+    """Return a port on which no server listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 def said_of(command: Command, words: list[object], *status: int) -> str:
-    """Return everything that a command writes, with the traceback of the error that ``--debug`` lets out. It ends with
-    `status`, if that is given.
+    """Return everything that the command writes, including the traceback of an error that ``--debug`` raises. Fail
+    unless the command ends with `status`, if that is given.
     """
     command._capsys.readouterr()
     try:
@@ -72,7 +74,7 @@ def said_of(command: Command, words: list[object], *status: int) -> str:
 
 
 def assert_hidden(*texts: str) -> None:
-    """Hold that no text has the secret."""
+    """Fail if one of `texts` contains the secret."""
     for text in texts:
         assert SECRET not in text, text
 
@@ -101,7 +103,9 @@ def assert_hidden(*texts: str) -> None:
     ],
 )
 def test_in_a_typed_url(url: str, closed: int, command: Command, tmp_path: Path) -> None:
-    """Also in one that is malformed or chained: each command, its JSON, its traceback, and the library."""
+    """No command, JSON output, traceback or library error contains the secret of a URL, even of a malformed or chained
+    URL.
+    """
     url = url.replace("PORT", str(closed))
     for words in COMMANDS:
         assert_hidden(said_of(command, [*words, url]), said_of(command, [*words, url, "--debug"]))
@@ -131,7 +135,7 @@ def test_in_a_typed_url(url: str, closed: int, command: Command, tmp_path: Path)
     ],
 )
 def test_in_a_mistyped_command(words: list[str], command: Command) -> None:
-    """The command that is meant is suggested without the secrets of the URL."""
+    """The suggestion for a mistyped command contains the URL without its secrets."""
     url = f"http://u:{SECRET}@h/x.pt?sig={SECRET}"
     text = said_of(command, [word.replace("URL", url) for word in words] + [url], 2)
     assert_hidden(text)
@@ -139,7 +143,7 @@ def test_in_a_mistyped_command(words: list[str], command: Command) -> None:
 
 
 def test_in_a_job_and_its_outcome(closed: int, tmp_path: Path) -> None:
-    """What a notebook or a log shows of them has no secrets, and the job still has the whole URL."""
+    """The ``repr`` of a job and of its outcome contains no secrets. The job itself keeps the complete URL."""
     url = f"http://u:{SECRET}@127.0.0.1:{closed}/x.pt?sig={SECRET}"
     job = ckptconv.Job(url, tmp_path / "x.pt", {"map_location": "cpu"})
     with ThreadPoolExecutor(1) as executor:
@@ -160,7 +164,7 @@ LEADS = (
 
 
 def _answers() -> dict[str, Callable[[Exchange], None]]:
-    """Ways in which a server says a secret: that of a redirect, or what it was sent."""
+    """Return the ways in which a server can reveal a secret: its own redirect, or a copy of a request header."""
 
     def lead(place: str) -> Callable[[Exchange], None]:
         return lambda it: it.send(302, {"Location": place, "Content-Length": "0"}, b"")
@@ -196,8 +200,8 @@ def _answers() -> dict[str, Callable[[Exchange], None]]:
 def test_in_what_a_server_says(
     how: str, command: Command, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a redirect, in its reason, and in headers that repeat what it was sent; also where it says so later, and in
-    the log of a program that logs everything.
+    """Secrets in a redirect, a reason phrase or a repeated request header are hidden, in the first response and in
+    later ones. The log at level DEBUG contains no secret either.
     """
     caplog.set_level("DEBUG")
     for honest in (0, 1):
@@ -228,7 +232,7 @@ def test_in_what_a_server_says(
 def test_in_the_environment(
     name: str, value: str, closed: int, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In proxies, endpoints and tokens, well-formed or not."""
+    """Secrets in proxies, endpoints and tokens of the environment are hidden, whether these are well-formed or not."""
     urls = [f"http://127.0.0.1:{closed}/x.pt", "hf://me/model/x.pt", "s3://b/x.pt"]
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed}")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{closed}")
@@ -244,8 +248,8 @@ def test_in_the_environment(
 def test_in_what_a_store_says(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S3's codes and messages can repeat the session's token, which it is sent; the log of a program that logs
-    everything has neither.
+    """Error codes of S3 can repeat the session token that the client sent. Neither the output nor the log at level
+    DEBUG contains it.
     """
     caplog.set_level("DEBUG")
 
@@ -267,7 +271,7 @@ def test_in_what_a_store_says(
 
 
 def test_in_names_and_files_that_are_written(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file that is opened meanwhile, temporary ones too, has the secret in its name, and no output in its bytes."""
+    """No opened file has the secret in its name, including temporary files. No output contains the secret."""
     opened: list[str] = []
     really = os.open
 
@@ -293,7 +297,7 @@ def test_in_names_and_files_that_are_written(command: Command, tmp_path: Path, m
 
 
 def test_a_redirect_to_another_port() -> None:
-    """Another port of the same host is another server, which gets no credentials."""
+    """A redirect to another port of the same host receives no credentials, because that port is another server."""
     with serving({"x.pt": saved({"a": torch.ones(1)})}) as other:
 
         def lead(it: Exchange) -> None:
@@ -318,13 +322,15 @@ def test_a_redirect_to_another_port() -> None:
     ],
 )
 def test_any_text(text: str, bare: str) -> None:
-    """Names, passwords, queries and fragments of URLs go, in every message; the rest stays."""
+    """Names, passwords, queries and fragments of URLs are removed from every message. The rest of the text is
+    unchanged.
+    """
     assert redacted(text) == bare
     assert str(CkptconvError("x", where=text, hint=text)) == f"{bare}: x; {bare}"
 
 
 def test_long_texts_take_no_longer() -> None:
-    """The calls that the redactor makes grow as the text does, whatever is repeated in it."""
+    """The number of calls of ``redacted`` grows linearly with the text, whatever the text repeats."""
     for unit in ("a:/", "http://u:", "a@", "http://u:p x@", "x://"):
         calls = []
         for times in (1000, 4000):

@@ -1,100 +1,106 @@
-"""What bad files become: one table, and each row on ``inspect``, ``convert`` and ``verify``.
+"""Bad inputs, and how ``inspect``, ``convert`` and ``verify`` treat each of them.
 
-The readers' own tests have the many ways of each. Under what happens stands the test.
+The tests of the readers contain more variants. The table lists each input and its outcome, with the tests below the
+outcome.
 
-what is in it                                     what happens
-                                                  the test
-a call of an unknown global, by each opcode       needs code: kept inert, every global listed
+input                                             outcome
+                                                  test
+a call of an unknown global, by each opcode       needs code: kept as data, every global listed
                                                   test_calls_of_unknown_globals
-the same, thrown away                             needs code, all the same
+the same call with a discarded result             needs code
                                                   test_calls_of_unknown_globals
-a call of what no checkpoint needs                dangerous: not carried over unless asked for
+a call of a function that no checkpoint needs     dangerous: copied only with --allow-unsafe
                                                   test_calls_of_what_no_checkpoint_needs
-what libraries lend: aliases, methods of results, dangerous; a table made by reading Python, torch and numpy
-what looks names up, what writes files            test_what_libraries_lend
-a call of what a function of Python's gives       not known: not sound, not carried over
+gadgets of libraries: aliases, methods of         dangerous: a table of Python, torch and numpy
+results, lookups of names, functions that write   test_what_libraries_lend
+files
+a call of the result of a Python function         unknown: not sound, not copied
                                                   test_a_call_that_cannot_be_followed
-EXT1, EXT2, EXT4                                  needs code; malformed where the code is none
+EXT1, EXT2, EXT4                                  needs code; malformed if the code is not positive
                                                   test_extensions, test_malformed_pickles
-STACK_GLOBAL                                      a known name is sound, a path needs code, no text is malformed
+STACK_GLOBAL                                      a known name is sound, a dotted path needs code, other operands than
+                                                  texts are malformed
                                                   test_stack_global, test_malformed_pickles
-REDUCE of what is no global                       malformed; of what a call makes it needs code
+REDUCE of an object that is not a global          malformed; needs code if a call made the object
                                                   test_malformed_pickles, test_reduce
-an item, member or state for what cannot take it  malformed
-                                                  test_malformed_pickles
-slots of the memo                                 any is sound, a missing or negative one malformed
+an item, member or state for an object that       malformed
+takes none                                        test_malformed_pickles
+slots of the memo                                 any number is sound, a missing or negative one is malformed
                                                   test_memo_slots, test_malformed_pickles
 a value that doubles itself                       sound, in a few megabytes
                                                   test_doubling
-nesting 100,000 deep                              a limit
+100,000 levels of nesting                         a limit
                                                   test_nesting
-a length that lies                                malformed, nothing allocated
+a length that lies                                malformed, no memory is allocated for it
                                                   test_lengths_that_lie
-frames, protocols, bytes behind the end           malformed
+frames, protocols, bytes after the end            malformed
                                                   test_malformed_pickles
-keys that are no names                            kept by torch's format, escaped on a screen, refused by others
+keys that are not names                           kept in torch's format, escaped on a screen, refused by other
+                                                  formats
                                                   test_odd_keys
-names that a safetensors file cannot have         refused
+names that a safetensors file cannot contain      refused
                                                   test_names_that_safetensors_cannot_have
 persistent ids                                    malformed
                                                   test_malformed_pickles
 sizes of storages                                 malformed
                                                   test_malformed_files
-a storage under two dtypes                        sound where torch writes it so
+a storage with two dtypes                         sound if torch writes it so
                                                   test_a_storage_under_two_dtypes
 tensors outside of their storage                  malformed
                                                   test_malformed_pickles
-a tensor of terabytes on 16 bytes                 shown; a limit where it would be written out
+a tensor of terabytes on 16 bytes                 shown; a limit if it would be written in full
                                                   test_a_tensor_of_terabytes
 views, lazy bits, rare dtypes                     the right values
                                                   test_right_values
-zips that can be read in two ways, or not at all  malformed
+zips with two readings or none                    malformed
                                                   test_malformed_files
-zips that others read                             unsupported, or read within limits
+zips that only other programs read                unsupported, or read within limits
                                                   test_rare_zips
-checksums                                         malformed where they are read, and for verify
+checksums                                         malformed if the record is read; verify reads all
                                                   test_checksums
-an argument beyond all measure                    sound: nothing is called
+an extremely large argument                       sound: nothing is called
                                                   test_an_absurd_argument
 devices, FIFOs, sockets                           refused
                                                   test_no_regular_files
-a file as torch writes it                         sound
+a file that torch writes                          sound
                                                   test_a_real_file
-the order of bytes                                kept, turned round for safetensors; malformed if unknown
+the order of bytes                                kept, swapped for safetensors; malformed if unknown
                                                   test_byte_order, test_malformed_pickles
 the format before torch 1.6                       malformed; big-endian is a note
                                                   test_malformed_files, test_older_format_of_a_big_endian_machine
 safetensors                                       malformed
                                                   test_malformed_files
-the index of shards                               refused, named
+the index of shards                               refused, the error names the shard or tensor
                                                   test_shards
-what is no checkpoint                             said in plain words, with the next step
+files that are not checkpoints                    an error that says what they are, and the next step
                                                   test_no_checkpoints, test_a_folder, test_programs
-an integer of more digits than Python prints      said without them
+an integer of more digits than Python prints      an error without the digits
                                                   test_integers_that_nobody_prints
 a tar archive in the first 512 bytes of another   refused: two readings
-format, which torch.load looks for first          test_a_tar_archive_too
-a pickle at the first byte of safetensors         refused if it names anything; plain values hurt nobody
+format, which torch.load checks for first         test_a_tar_archive_too
+a pickle at the first byte of safetensors         refused if it names a global; plain values are harmless
                                                   test_a_pickle_at_the_first_byte, test_plain_values_at_the_first_byte
-a stream of torch's older format there            refused: torch.load runs it
-                                                  test_a_legacy_stream_at_the_first_byte
-a zip directory at the end of another format      refused; stray signatures are nothing
+a stream of torch's older format at the first     refused: torch.load runs it
+byte of safetensors                               test_a_legacy_stream_at_the_first_byte
+a zip directory at the end of another format      refused; stray signatures are harmless
                                                   test_a_zip_directory_at_the_end, test_stray_signatures
 a gzip file at the first byte of safetensors      refused: joblib unpacks it
                                                   test_a_gzip_file_too
 a state dict that torch.package, torch.export or  refused
-torch.jit.load take for an archive of theirs      test_archives_of_torchs_other_readers,
+torch.jit.load reads as its own archive           test_archives_of_torchs_other_readers,
                                                   test_a_program_in_capital_letters
-one of these in a shard, or in .metadata          refused
+two readings of a shard or of .metadata           refused
                                                   test_two_readings_of_a_part
-a hidden pickle spelled as only one of CPython's  named all the same; what is two programs is not judged
-unpicklers forgives                               test_hidden_pickles_that_one_unpickler_forgives
-a file of torch as a member or byte string        looked into, like a pickle
+a hidden pickle that only one of CPython's        its globals are found; a pickle of two programs is unknown
+unpicklers reads                                  test_hidden_pickles_that_one_unpickler_forgives,
+                                                  test_hidden_pickles_that_are_two_programs
+a file of torch as a member or byte string        examined like a pickle
                                                   test_files_of_torch_inside
-an array of objects as a member or byte string    looked into, like a pickle
+an array of objects as a member or byte string    examined like a pickle
                                                   test_arrays_inside
-what torch's safe loader refuses, of what it      not said to load; in detail tests/unit/safety/test_torch_load.py
-allows by name                                    test_weights_only_claims
+allowed globals that torch's safe loader refuses  the file is not reported to load; details in
+to use in this way                                tests/unit/safety/test_torch_load.py
+                                                  test_weights_only_claims
 """
 
 from __future__ import annotations
@@ -170,28 +176,28 @@ OBJECT = {"a": torch.arange(5.0), "b": torch.arange(7, dtype=torch.uint8)}
 
 
 def each_of(table: Mapping[str, Iterable[Any]]) -> list[Any]:
-    """The cases of `table`, each with its key, which is its id."""
+    """Return the cases of `table` as parameters, each with its key. The ids are the keys with a number."""
     return [pytest.param(key, case, id=f"{key} {i}") for key, cases in table.items() for i, case in enumerate(cases)]
 
 
-# What is asserted of every row
+# Assertions for the rows
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """What is in `folder`."""
+    """Return the contents of the files in `folder`, and None for each folder, by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 def findings(path: Path, *levels: str) -> list[str]:
-    """What ``verify`` finds of these `levels`, a line each."""
+    """Return the findings of ``verify`` with one of these `levels`, one line each."""
     return [str(each) for each in verify(path).findings if each.level in levels]
 
 
 def assert_refused(
     path: Path, kind: type[InputError], what: str, *, out: str = "out.pt", edits: Sequence[str] = ()
 ) -> None:
-    """``inspect``, ``convert`` and ``verify`` all end in `what`, an error of `kind` and no other, with exit status 1;
-    no output appears, and an old one stays.
+    """Fail unless ``inspect``, ``convert`` and ``verify`` all refuse `path` with the error `what` of exactly this
+    `kind`, and exit status 1. No output may appear, and an old output must stay.
     """
     with pytest.raises(InputError, match=re.escape(what)) as error:
         ckptconv.inspect(path)
@@ -202,7 +208,7 @@ def assert_refused(
 
 
 def assert_found(path: Path, what: str, *levels: str) -> None:
-    """``verify`` finds `what`, says so in a line, and exits with 1."""
+    """Fail unless ``verify`` reports `what` in one line and exits with 1."""
     assert any(what in each for each in findings(path, *levels or ("damaged",))), (
         what,
         findings(path, *get_args(Level)),
@@ -213,8 +219,8 @@ def assert_found(path: Path, what: str, *levels: str) -> None:
 def assert_not_converted(
     path: Path, kind: type[ckptconv.CkptconvError], what: str, *, out: str = "out.pt", edits: Sequence[str] = ()
 ) -> None:
-    """``convert`` ends in `what`, an error of `kind` and no other, with exit status 1; no
-    output appears, and an old one stays.
+    """Fail unless ``convert`` refuses `path` with the error `what` of exactly this `kind`, and exit status 1. No output
+    may appear, and an old output must stay.
     """
     folder = path.parent.parent / "out"
     folder.mkdir(exist_ok=True)
@@ -231,8 +237,8 @@ def assert_not_converted(
 
 
 def assert_sound(path: Path, *, notes: str | None = None, loads: bool = True) -> Path:
-    """``inspect`` shows it, with `notes` or none, ``verify`` finds nothing, ``convert`` gives
-    the same object on the CPU; where that is.
+    """Convert `path` and return the output. Fail unless ``inspect`` shows `notes` or none, ``verify`` passes, and the
+    output contains the same object on the CPU.
     """
     shown = ckptconv.inspect(path).notes
     assert notes in " ".join(shown) if notes else not shown, shown
@@ -248,8 +254,8 @@ def assert_sound(path: Path, *, notes: str | None = None, loads: bool = True) ->
 
 
 def assert_needs_code(path: Path, names: Sequence[str], where: str | None = None) -> None:
-    """Each of `names` is listed by ``inspect`` and, with `where` it stands, by ``verify``, which fails if it is strict;
-    ``convert`` keeps it, and runs nothing.
+    """Fail unless ``inspect`` and ``verify`` list each of `names`, ``verify`` reports the position `where`, and only a
+    strict ``verify`` fails. ``convert`` must keep the globals, and torch's safe loader must refuse the output.
     """
     shown = ckptconv.inspect(path)
     assert not shown.weights_only and not shown.dangerous
@@ -265,13 +271,13 @@ def assert_needs_code(path: Path, names: Sequence[str], where: str | None = None
     assert main(["convert", str(path), str(out), "--to", "cpu", "--force"]) == 0
     assert ckptconv.inspect(out).globals == shown.globals
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about the protocol
+        warnings.simplefilter("ignore")  # warnings of torch about the protocol
         with pytest.raises(pickle.UnpicklingError):
             torch.load(out, weights_only=True)
 
 
 def peak(function: Callable[[], object]) -> int:
-    """The most memory that `function` took."""
+    """Return the peak of the memory that `function` allocates."""
     tracemalloc.start()
     try:
         function()
@@ -281,46 +287,48 @@ def peak(function: Callable[[], object]) -> int:
 
 
 def everything(path: Path) -> None:
-    """Look at `path`, verify it and convert it, whatever comes of it."""
+    """Inspect, verify and convert `path`, whatever the outcome is."""
     out = path.parent.parent / "out.pt"
     for command in (["inspect"], ["verify"], ["convert", "--force"]):
         main([*command, str(path), *([str(out)] if command[0] == "convert" else [])])
 
 
 def checkpoint(*items: bytes, protocol: int = 4) -> bytes:
-    """A checkpoint of one tensor, and of `items` under keys of their own."""
+    """Return a checkpoint of one tensor, and of `items` under separate keys."""
     keyed = [each for i, item in enumerate(items) for each in (text(f"x{i}"), item)]
     return torch_zip_of(dict_of(text("w"), tensor(), *keyed, protocol=protocol))
 
 
 # Pickles
 
-#: A slot of the memo that no pickle needs.
+#: A slot of the memo that no real pickle uses.
 HIGH = struct.pack("<I", 2**32 - 16)
 PLAIN = dict_of(text("w"), tensor(), protocol=4)
 
 
 def framed(before: bytes, behind: bytes = b"") -> bytes:
-    """A checkpoint whose pickle has `before` in front of its first opcode, and `behind` after STOP."""
+    """Return a checkpoint whose pickle contains `before` in front of its first opcode after PROTO, and `behind` after
+    STOP.
+    """
     return torch_zip_of(PLAIN[:2] + before + PLAIN[2:] + behind)
 
 
 def stored(of: bytes) -> bytes:
-    """A checkpoint of a tensor on the storage that `of` pushes."""
+    """Return a checkpoint of a tensor on the storage that `of` pushes."""
     return torch_zip_of(dict_of(text("w"), tensor(of)))
 
 
 def shaped(shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> bytes:
-    """A checkpoint of a tensor on 16 bytes."""
+    """Return a checkpoint of a tensor on 16 bytes."""
     return torch_zip_of(dict_of(text("w"), tensor(None, shape, stride, offset)))
 
 
 def described_twice(other: bytes) -> bytes:
-    """A checkpoint of a tensor, and of one on the storage that `other` pushes."""
+    """Return a checkpoint of a tensor, and of another on the storage that `other` pushes."""
     return torch_zip_of(dict_of(text("a"), tensor(), text("b"), tensor(other, shape=(1,))))
 
 
-#: What no pickler writes, by what the error says of it.
+#: Pickles that no pickler writes, by the text of the error.
 MALFORMED: dict[str, list[bytes]] = {
     # calls and globals
     "an extension code must be positive": [
@@ -336,7 +344,7 @@ MALFORMED: dict[str, list[bytes]] = {
     "REDUCE needs a tuple of arguments": [
         checkpoint(b"cm\nf\n" + args + b"R") for args in (b"N", b"]", b"K\x01", b"}")
     ],
-    # an item for a list, a member for a dict, a state for what has none
+    # an item for a list, a member for a dict, a state for an object that takes none
     "SETITEM on": [checkpoint(value + b"K\x01K\x02s") for value in (b"]", b")", storage())],
     "SETITEMS on": [checkpoint(b"](K\x01K\x02u")],
     "items are set on a tensor": [checkpoint(tensor() + items) for items in (text("k") + b"Ns", b"(NNu", b"Na")],
@@ -348,7 +356,7 @@ MALFORMED: dict[str, list[bytes]] = {
     # the memo
     "the memo has no such slot": [checkpoint(b"h\xc8"), checkpoint(b"j" + HIGH)],
     "a memo slot is negative": [checkpoint(b"Np-1\n")],
-    # a frame holds whole opcodes, the pickle ends where its record does, its protocol is said once, in front
+    # A frame contains complete opcodes. The pickle ends where its record ends. The protocol occurs once, at the start.
     "a length in the pickle reaches beyond its end": [framed(b"\x95" + struct.pack("<Q", 1 << 20))],
     "the pickle ends inside a frame": [framed(b"\x95" + struct.pack("<Q", 200), bytes(200))],
     "an opcode straddles the end of its frame": [framed(b"\x95" + struct.pack("<Q", 3))],
@@ -358,7 +366,7 @@ MALFORMED: dict[str, list[bytes]] = {
     "unknown pickle protocol": [
         torch_zip_of(dict_of(text("w"), tensor(), protocol=protocol)) for protocol in (6, 127, 255)
     ],
-    # persistent ids are ('storage', class, key, location, elements), of a class of torch's
+    # a persistent id is ('storage', class, key, location, elements), with a class of torch
     "a persistent id does not name a storage": [
         stored(of)
         for of in (
@@ -383,12 +391,12 @@ MALFORMED: dict[str, list[bytes]] = {
         stored(of)
         for of in (storage().replace(text("0"), b"K\x00"), storage().replace(text("cpu"), b"N"), storage(tag=""))
     ],
-    # the key is a record's, letter by letter
+    # the key is the exact name of a record
     "the file has no such storage": [
         *(stored(storage(key)) for key in ("../../etc/passwd", "/etc/passwd", "..\\0", "", "0\0", "./0")),
         torch_zip_of(dict_of(text("w"), tensor(storage("a"))), {"data/A": bytes(16)}),
     ],
-    # torch would find the record of another case; a reader that does not would not
+    # torch would find a record whose name differs in case; other readers would not
     "differs in case from torch's name": [
         torch_zip_of(PLAIN, {name: bytes(16)}) for name in ("DATA/0", "Data/0", "ByteOrder", ".FORMAT_VERSION")
     ],
@@ -398,7 +406,7 @@ MALFORMED: dict[str, list[bytes]] = {
         described_twice(storage(cls="IntStorage")),
         described_twice(storage(cls="DoubleStorage")),
     ],
-    # the last element lies in the storage, counted with integers that do not overflow; nothing is negative
+    # The last element is inside the storage, computed with integers that do not overflow. No number is negative.
     "reaches outside its storage": [
         shaped((5,), (1,)),
         shaped((4,), (1,), 1),
@@ -429,7 +437,7 @@ MALFORMED: dict[str, list[bytes]] = {
 
 @pytest.mark.parametrize(("what", "data"), each_of(MALFORMED))
 def test_malformed_pickles(write: Write, what: str, data: bytes) -> None:
-    """Refused for what it is."""
+    """A malformed pickle is refused with the error that describes its defect."""
     assert_refused(write(data), MalformedError, what)
 
 
@@ -445,13 +453,13 @@ CALLS = {
 
 
 def call(opcode: str, module: str, name: str) -> bytes:
-    """A call by `opcode` of a global, without arguments."""
+    """Return opcodes that call a global by `opcode`, without arguments."""
     named = f"{module}\n{name}\n".encode()
     return CALLS[opcode] % (text(module) + text(name) + b"\x93" if opcode == "STACK_GLOBAL" else named)
 
 
-#: What becomes of the result: it is a value; or it is thrown away, alone, with a MARK,
-#: under what stays, or out of the memo.
+#: What happens to the result of a call: it stays as a value, or it is discarded by POP, by POP_MARK or after a copy
+#: into the memo, or it is a member of a set or an argument.
 FATES = {
     "kept": b"%b",
     "POP": b"%b0N",
@@ -465,8 +473,8 @@ FATES = {
 @pytest.mark.parametrize("fate", FATES)
 @pytest.mark.parametrize("opcode", CALLS)
 def test_calls_of_unknown_globals(write: Write, opcode: str, fate: str) -> None:
-    """A call of a class that nobody knows, by any opcode, is listed and kept as it is, also where the result is thrown
-    away: it would be made all the same.
+    """A call of an unknown class by any opcode is listed and kept as it is. A call with a discarded result is listed
+    too, because the unpickler would still run it.
     """
     assert_needs_code(
         write(checkpoint(FATES[fate] % call(opcode, "stranger.things", "Eleven"))), ["stranger.things.Eleven"]
@@ -476,8 +484,8 @@ def test_calls_of_unknown_globals(write: Write, opcode: str, fate: str) -> None:
 @pytest.mark.parametrize("fate", FATES)
 @pytest.mark.parametrize("opcode", CALLS)
 def test_calls_of_what_no_checkpoint_needs(write: Write, opcode: str, fate: str) -> None:
-    """A call of ``os.system``, wherever it hides, is named by all; it is not carried over but
-    with ``--allow-unsafe``, and then not run.
+    """A call of ``os.system`` at any position is reported by every command. ``convert`` copies it only with
+    ``--allow-unsafe``.
     """
     path = write(checkpoint(FATES[fate] % call(opcode, "os", "system")))
     assert ckptconv.inspect(path).dangerous == ("os.system",)
@@ -490,9 +498,9 @@ def test_calls_of_what_no_checkpoint_needs(write: Write, opcode: str, fate: str)
 
 @pytest.mark.parametrize("name", GADGETS)
 def test_what_libraries_lend(write: Write, name: str) -> None:
-    """A function by another name, a method of what a call gives, an attribute that is looked up, a class that opens a
-    file, a function that calls what it is given: dangerous in each container, and not carried over. An item, a member
-    or a state of a global is malformed as well.
+    """Gadgets of libraries are dangerous in each container and are not copied. They are aliases, methods of results,
+    looked-up attributes, classes that open files, and functions that call their arguments. An item, member or state of
+    a global is also malformed.
     """
     path = write(checkpoint(GADGETS[name].code))
     if GADGETS[name].malformed:
@@ -506,7 +514,7 @@ def test_what_libraries_lend(write: Write, name: str) -> None:
 
 
 def test_a_call_that_cannot_be_followed(write: Write) -> None:
-    """What a function of Python's gives can be anything, so a call of it is neither dangerous nor sound."""
+    """The result of a Python function can be any object, so a call of it is unknown: neither dangerous nor sound."""
     item = b"coperator\ngetitem\n(" + text("mine") + b"K\x00tR)R"
     path = write(checkpoint(item))
     assert_found(path, "a call of the result of operator.getitem", "unknown")
@@ -518,7 +526,9 @@ def test_a_call_that_cannot_be_followed(write: Write) -> None:
     ("opcode", "code"), [(b"\x82\x07", 7), (b"\x83\x07\x01", 263), (b"\x84\x07\x00\x01\x00", 65543)]
 )
 def test_extensions(write: Write, opcode: bytes, code: int) -> None:
-    """A class by its number in copyreg's registry needs that registry."""
+    """A class that is named by its number in copyreg's registry needs code, because the unpickler needs that
+    registry.
+    """
     path = write(checkpoint(opcode + b")R"))
     assert not ckptconv.inspect(path).weights_only
     assert any(str(code) in each for each in findings(path, "needs code")), verify(path).findings
@@ -529,8 +539,8 @@ def test_extensions(write: Write, opcode: bytes, code: int) -> None:
 
 
 def test_stack_global(write: Write) -> None:
-    """Two texts that say a known name are as good as any other opcode, and come out as one that torch's safe loader
-    takes; a dotted path is somebody's code.
+    """A known name that STACK_GLOBAL takes from two texts is sound, and torch's safe loader accepts the output. A
+    dotted path needs code.
     """
     known = text("collections") + text("OrderedDict") + b"\x93)R"
     out = assert_sound(write(checkpoint(known)), loads=False)  # torch refuses protocol 4
@@ -539,13 +549,13 @@ def test_stack_global(write: Write) -> None:
 
 
 def test_reduce(write: Write) -> None:
-    """What a call makes can be called, and protocol 2 says keyword arguments so: kept inert."""
+    """A call of the result of ``functools.partial`` needs code, and ``convert`` keeps it as data."""
     partial = b"cfunctools\npartial\n(" + b"cstranger\nClass\n" + b"t})R" * 0 + b"tR"
     assert_needs_code(write(checkpoint(partial + b")R")), ["functools.partial", "stranger.Class"])
 
 
 def test_memo_slots(write: Write) -> None:
-    """The memo is a mapping: a slot of four thousand millions costs as much as the first."""
+    """The memo is a mapping, so a slot with a number above four billion costs no more memory than the first slot."""
     path = write(checkpoint(b"]r" + HIGH + b"0j" + HIGH))
     assert_sound(path, loads=False)
     assert peak(lambda: everything(path)) < 16 * MIB
@@ -556,8 +566,8 @@ def test_memo_slots(write: Write) -> None:
 )
 @pytest.mark.parametrize("double", [b"2\x86", b"q\xc8h\xc8\x86"])
 def test_doubling(write: Write, frame: bytes, double: bytes) -> None:
-    """A tuple that stands for two to the 900th, by DUP or the memo, as value, key, member, argument, item or state, is
-    looked at, verified and converted in a few megabytes.
+    """A tuple that is doubled 900 times, by DUP or by the memo, is inspected, verified and converted in less than 32
+    MiB. It can be a value, key, member, argument, item or state.
     """
     path = write(checkpoint(frame.replace(b"%b", b"N" + double * 900)))
     assert peak(lambda: everything(path)) < 32 * MIB
@@ -577,8 +587,8 @@ def test_doubling(write: Write, frame: bytes, double: bytes) -> None:
     ],
 )
 def test_nesting(write: Write, levels: tuple[bytes, bytes, bytes]) -> None:
-    """100,000 levels of lists, tuples, dicts, calls or states are more than anybody can have written: a limit, for all
-    three, not the interpreter's.
+    """Lists, tuples, dicts, calls or states with 2,000 or 100,000 levels of nesting exceed a limit of ckptconv. The
+    interpreter's recursion limit is not reached.
     """
     start, down, up = levels
     for depth in (100_000, 2_000):
@@ -609,8 +619,8 @@ def test_nesting(write: Write, levels: tuple[bytes, bytes, bytes]) -> None:
     ],
 )
 def test_lengths_that_lie(write: Write, code: bytes) -> None:
-    """Gigabytes, two to the 63rd, a negative length, fewer bytes than it says: an error of
-    ours before anything is allocated for it.
+    """A length of gigabytes, of 2^63 or more, below zero or beyond the data is a typed error. No memory is allocated
+    for it.
     """
     data = b"\x80\x04}" + text("x") + code
     path = write(torch_zip_of(data, {}))
@@ -638,8 +648,8 @@ KEYS: dict[str, tuple[list[object], str | None]] = {
 
 @pytest.mark.parametrize("name", KEYS)
 def test_odd_keys(write: Write, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """torch's format keeps any key; nothing that a terminal obeys is printed; a safetensors file has texts for names,
-    and the error names the others.
+    """torch's format keeps a key of any type, and control characters in keys are never printed. A safetensors file
+    takes only valid texts as names, and other keys are refused.
     """
     keys, trouble = KEYS[name]
     of_keys: dict[Any, torch.Tensor] = {key: torch.arange(2.0) + i for i, key in enumerate(keys)}
@@ -666,13 +676,13 @@ def test_odd_keys(write: Write, capsys: pytest.CaptureFixture[str], name: str) -
 
 
 def nothing_raised() -> Any:
-    """Stands where a block may not raise."""
+    """Return a context that does nothing."""
     return contextlib.nullcontext()
 
 
 def test_a_key_set_twice(write: Write) -> None:
-    """torch's format keeps both, for the order of what is done is kept; in a
-    safetensors file the name could be either's.
+    """torch's format keeps both values of a key that is set twice, in their order. A safetensors file refuses the
+    second value.
     """
     path = write(torch_zip_of(dict_of(text("w"), tensor(), text("w"), tensor(offset=0, shape=(2,)))))
     out = assert_sound(path)
@@ -682,7 +692,9 @@ def test_a_key_set_twice(write: Write) -> None:
 
 
 def test_names_that_safetensors_cannot_have(write: Write) -> None:
-    """``__metadata__`` is no tensor's name there, and two names cannot become one."""
+    """A safetensors file refuses a tensor named ``__metadata__``. No format accepts edits that give two tensors one
+    name.
+    """
     path = write(saved({"__metadata__": torch.ones(1), "w": torch.ones(1)}))
     assert_sound(path)
     assert_not_converted(path, RefusedError, "the name is reserved", out="out.safetensors")
@@ -718,7 +730,9 @@ SIZES: dict[str, tuple[bytes, str]] = {
 
 
 def test_a_storage_under_two_dtypes(write: Write) -> None:
-    """What torch stores as bytes, such as float8, can share them with a view as bytes: shared in the output, too."""
+    """A tensor that torch stores as bytes, such as float8, can share its storage with a view as bytes. The output
+    shares it too.
+    """
     weight = torch.arange(8.0).to(torch.float8_e4m3fn)
     out = assert_sound(write(saved({"x": weight, "y": weight.view(torch.uint8)})))
     loaded = torch.load(out)
@@ -726,7 +740,7 @@ def test_a_storage_under_two_dtypes(write: Write) -> None:
 
 
 def test_more_dimensions_than_torch_has(write: Write) -> None:
-    """64 of them are read, 65 are a limit."""
+    """A tensor of 64 dimensions is read. A tensor of 65 dimensions exceeds a limit."""
     assert_sound(write(torch_zip_of(dict_of(text("w"), tensor(None, (1,) * 64, (1,) * 64)))))
     assert_refused(
         write(torch_zip_of(dict_of(text("w"), tensor(None, (1,) * 65, (1,) * 65)))), LimitError, "too many dimensions"
@@ -734,8 +748,8 @@ def test_more_dimensions_than_torch_has(write: Write) -> None:
 
 
 def test_a_tensor_of_terabytes(write: Write, command: Command) -> None:
-    """Four tebibytes on 16 bytes, by a stride of 0: shown, verified, retagged; where it would have to be written out it
-    is refused before anything is made.
+    """A tensor of four tebibytes on 16 bytes, with a stride of 0, is shown, verified and retagged. A safetensors file
+    would contain it in full, so that output is refused before memory is allocated.
     """
     path = write(torch_zip_of(dict_of(text("w"), tensor(None, (1 << 40, 1), (0, 1)))))
     out = assert_sound(path, loads=False)
@@ -768,8 +782,8 @@ VIEWS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_right_values(write: Write, name: str) -> None:
-    """Views, lazy bits and dtypes that no storage class has: the same tensor from torch's
-    format, the same values from safetensors.
+    """Views, lazy bits and dtypes without a storage class keep the same tensor in torch's format, and the same values
+    in safetensors.
     """
     view = VIEWS[name]()
     path = write(saved({"w": view}))
@@ -788,24 +802,26 @@ def test_right_values(write: Write, name: str) -> None:
 
 
 def good_zip(method: int = zipfile.ZIP_STORED) -> bytes:
-    """An archive by Python's own writer, which keeps numbers in local headers."""
+    """Return an archive by Python's own writer, which puts sizes and checksums into local headers."""
     return torch_zip_of(dict_of(text("w"), tensor()), method=method)
 
 
 def renamed(data: bytes, old: str, new: str) -> bytes:
-    """`data` with the record `old` under another name of the same length, in both headers."""
+    """Return `data` with the record `old` renamed in both headers. The new name must have the same length."""
     assert len(old) == len(new) and data.count(old.encode()) == 2
     return data.replace(old.encode(), new.encode())
 
 
 def with_member(name: str, data: bytes = b"3\n") -> bytes:
-    """A checkpoint that has one more record: a name of zipfile's own choice could be the same."""
+    """Return a checkpoint with one more record `name`. The name replaces a placeholder, so it can repeat
+    another name.
+    """
     made = torch_zip_of(dict_of(text("w"), tensor()), {"data/0": bytes(16), "\1" * (len(name) - 5): data})
     return renamed(made, "made/" + "\1" * (len(name) - 5), name)
 
 
 def zip64(data: bytes) -> bytes:
-    """`data` with a zip64 end, as torch's has."""
+    """Return `data` with a zip64 end record, as torch writes it."""
     end = end_of(data)
     count, size, start = struct.unpack_from("<HII", data, end + 10)
     wide = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
@@ -891,7 +907,7 @@ ZIPS: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 def test_the_good_ones_are_sound(write: Write) -> None:
-    """What the malformed files are made of: else they would show little."""
+    """The files from which the malformed ones are made are sound."""
     for data in (good_zip(), zip64(good_zip()), with_member("made/surplus"), older(OBJECT)):
         assert_sound(write(data))
     path = write(header("{" + entry() + "}", struct.pack("<2f", 1, 2)), "good.safetensors")
@@ -902,10 +918,9 @@ def test_the_good_ones_are_sound(write: Write) -> None:
 
 
 def test_rare_zips(write: Write, tmp_path: Path) -> None:
-    """Encrypted or compressed in a way that nobody reads here: unsupported.
+    """A zip archive that is encrypted or has an unknown compression method is unsupported.
 
-    Deflated: read, a buffer at a time. Larger inflated than real pickles are, or than the
-    pickle says of a storage: no output.
+    A deflated archive is read. A deflated record that inflates to more than the limit is refused, with little memory.
     """
     for flag in (1, 1 << 6, 1 << 13):
         encrypted = in_headers(good_zip(), "made/data/0", {"flags": flag})
@@ -923,27 +938,27 @@ def test_rare_zips(write: Write, tmp_path: Path) -> None:
 
 
 def deflated(numel: int, shape: tuple[int, ...] = (4,)) -> bytes:
-    """4 MiB of zeros in 4 KiB, of which the pickle says that they are `numel` numbers."""
+    """Return a file with 4 MiB of zeros in 4 KiB. The pickle declares `numel` numbers."""
     pickle_ = dict_of(text("w"), tensor(storage(numel=integer(numel)), shape))
     return torch_zip_of(pickle_, {"data/0": bytes(4 * MIB)}, zipfile.ZIP_DEFLATED)
 
 
 def test_a_storage_that_inflates_to_something_else(write: Write) -> None:
-    """4 MiB of zeros in 4 KiB are no attack if the pickle says so; where it says another
-    number they are not written, and not held.
+    """4 MiB of zeros in 4 KiB are read if the pickle declares them. With another declared size the file is refused, and
+    the zeros are not written.
     """
     out = assert_sound(write(deflated(MIB)))
     assert out.stat().st_size > 4 * MIB
     for lie in (1 << 40, 8, 4 * MIB - 4):
         assert_refused(write(deflated(lie // 4)), MalformedError, "a different size from its record")
-    path = write(in_headers(deflated(2, (2,)), "made/data/0", {"size": 8}))  # as the pickle says
+    path = write(in_headers(deflated(2, (2,)), "made/data/0", {"size": 8}))  # the size that the pickle declares
     assert_not_converted(path, MalformedError, "another size than declared")
     assert_found(path, "another size than declared")
 
 
 def test_checksums(write: Write) -> None:
-    """A wrong one is malformed where the bytes are read, and for ``verify`` wherever it stands; without any, or without
-    one for any storage, a note says so; a 0 among others is one like any other.
+    """A record with a wrong checksum is malformed if it is read, and ``verify`` reads all records. A file without
+    checksums, or without checksums of storages, gets a note. A single checksum of 0 counts as wrong.
     """
     two = {"data/0": bytes(range(16)), "data/1": bytes(range(16, 32))}
     data = torch_zip_of(dict_of(text("w"), tensor(), text("v"), tensor(storage("1"))), two)
@@ -960,7 +975,7 @@ def test_checksums(write: Write) -> None:
 
 
 def test_checksums_that_torch_was_told_to_leave_out(write: Write) -> None:
-    """``set_crc32_options(False)``: sound, with a note, in the output as well."""
+    """A file of ``set_crc32_options(False)`` is sound, with a note. The output has no checksums either."""
     with without_crc32():
         data = saved(OBJECT)
     out = assert_sound(write(data), notes="no checksums")
@@ -968,7 +983,9 @@ def test_checksums_that_torch_was_told_to_leave_out(write: Write) -> None:
 
 
 def test_an_absurd_argument(write: Write) -> None:
-    """``bytearray(2**40)``, ``bytes``, ``range``, ``torch.Size`` of it: what the allowlist has is not called either."""
+    """``bytearray(2**40)`` and a ``torch.Size`` of such numbers are not called, although torch's allowlist contains
+    both functions.
+    """
     calls = [
         b"c__builtin__\nbytearray\n" + integer(2**40) + b"\x85R",
         b"ctorch\nSize\n(" + integer(2**40) * 3 + b"t\x85R",
@@ -981,7 +998,7 @@ def test_an_absurd_argument(write: Write) -> None:
 
 def a_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
-        made.bind(os.path.relpath(path))  # a socket's path may not be long
+        made.bind(os.path.relpath(path))  # the path of a socket is limited in length
 
 
 @pytest.mark.parametrize(
@@ -990,8 +1007,8 @@ def a_socket(path: Path) -> None:
     ids=["fifo", "socket", "device"],
 )
 def test_no_regular_files(here: Path, make: Callable[[Path], None], word: str) -> None:
-    """As input, as target, as a shard: refused, without waiting for whoever stands at
-    the other end, and left as they are.
+    """A FIFO, socket or device as input, target or shard is refused without waiting for its other end, and is not
+    replaced.
     """
     path, good = here / "in" / "thing.pt", here / "good.pt"
     path.parent.mkdir()
@@ -1017,8 +1034,8 @@ def test_no_regular_files(here: Path, make: Callable[[Path], None], word: str) -
 
 
 def test_a_real_file(write: Write) -> None:
-    """torch's own flags 0x808, zeros in local headers, data descriptors, padding, a
-    zip64 end: sound, and the output too.
+    """A file of torch is sound, and so is its output. Such a file has flags 0x808, zeros in local headers, data
+    descriptors, padding and a zip64 end record.
     """
     data = saved(OBJECT)
     at = local_header(data, "archive/data/0")
@@ -1030,7 +1047,9 @@ def test_a_real_file(write: Write) -> None:
 
 
 def test_byte_order(write: Write) -> None:
-    """Big: kept where bytes are kept, turned round where the format is little-endian. Absent: little."""
+    """Big-endian bytes are kept in torch's format and swapped for safetensors. A file without a byte order is
+    little-endian.
+    """
     numbers = {"data/0": struct.pack(">4f", 1, 2, 3, 4)}
     pickle_ = dict_of(text("w"), tensor())
     path = write(torch_zip_of(pickle_, {**numbers, "byteorder": b"big"}))
@@ -1046,7 +1065,7 @@ def test_byte_order(write: Write) -> None:
 
 
 def older(obj: Any) -> bytes:
-    """`obj` in torch's format from before 1.6."""
+    """Return `obj` in the format of torch before 1.6."""
     return saved(obj, _use_new_zipfile_serialization=False)
 
 
@@ -1055,7 +1074,7 @@ def _older(change: Callable[[bytes], bytes]) -> Callable[[], bytes]:
 
 
 def with_keys(keys: list[str]) -> Callable[[bytes], bytes]:
-    """A change of the list of keys, whose order in the file of OBJECT is 0, 1."""
+    """Return a change of the list of keys. In the file of OBJECT the keys are 0, 1."""
 
     def change(data: bytes) -> bytes:
         at = data.index(b"\x80\x02]q", 200)
@@ -1074,7 +1093,7 @@ def _numel(value: int) -> Callable[[bytes], bytes]:
 
 
 def _in_id(value: int) -> Callable[[bytes], bytes]:
-    """The number of elements of the first storage, 5, in its persistent id."""
+    """Return a change of the number of elements, 5, in the persistent id of the first storage."""
 
     def change(data: bytes) -> bytes:
         at = data.index(b"K\x05N", 200)
@@ -1102,7 +1121,7 @@ OLDER: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 def test_older_format_of_a_big_endian_machine(write: Write) -> None:
-    """torch wrote the numbers little-endian on every machine, so they are read so, with a note."""
+    """torch wrote little-endian numbers on every machine, so a big-endian flag in the older format is only a note."""
     data = older(OBJECT)
     at = found_in(data, b"little_endian") + len(b"little_endian")
     at = data.index(b"\x88", at)
@@ -1113,7 +1132,7 @@ def test_older_format_of_a_big_endian_machine(write: Write) -> None:
 
 
 def header(text_: str | bytes, data: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file."""
+    """Return a safetensors file with the header `text_`. `length` replaces the stated length of the header."""
     raw = text_.encode() if isinstance(text_, str) else text_
     return struct.pack("<Q", len(raw) if length is None else length) + raw + data
 
@@ -1163,7 +1182,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
 }
 
 
-#: Files of each container, the start of their name, and what is said of them.
+#: Files of each container: the file name, the contents and the error.
 FILES: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
     f"{kind} {case}": (name, data, what)
     for kind, name, table in (
@@ -1178,8 +1197,8 @@ FILES: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
 
 @pytest.mark.parametrize("case", FILES)
 def test_malformed_files(write: Write, case: str) -> None:
-    """Cut, or with numbers and names that lie, or that two readers could read in two ways: malformed, and nothing is
-    allocated for what they claim.
+    """A file that is truncated, contains false numbers or names, or has two readings is malformed. No memory is
+    allocated for false sizes.
     """
     name, data, what = FILES[case]
     path = write(data() if callable(data) else data, name)
@@ -1187,7 +1206,7 @@ def test_malformed_files(write: Write, case: str) -> None:
     assert peak(lambda: everything(path)) < 8 * MIB
 
 
-#: What a later torch or safetensors may write: the start of a file's name, the file, and what is said of it.
+#: Contents that a later torch or safetensors may write: the file name, the contents and the error.
 LATER: dict[str, tuple[str, bytes, str]] = {
     "a sixth part of a persistent id": ("m.pt", stored(storage()[:-2] + b"NtQ"), "has parts that are not known"),
     "a storage class": ("m.pt", stored(storage(cls="Float6Storage")), "a storage class that is not known"),
@@ -1207,7 +1226,7 @@ LATER: dict[str, tuple[str, bytes, str]] = {
 
 @pytest.mark.parametrize("case", LATER)
 def test_what_later_versions_may_write(write: Write, case: str) -> None:
-    """More than this version knows is refused as not known to it, and never called damaged."""
+    """Contents that this version does not know are unsupported, and never called damaged."""
     name, data, what = LATER[case]
     assert_refused(write(data, name), UnsupportedError, what)
 
@@ -1285,9 +1304,8 @@ SHARDS: dict[str, tuple[Shards, str]] = {
 
 @pytest.mark.parametrize("name", SHARDS)
 def test_shards(tmp_path: Path, name: str) -> None:
-    """The index names files beside it, and what is in them is what it says: else each of the two could be meant.
-
-    The error names the shard, or the tensor.
+    """A set is refused if its index names files elsewhere, or if the shards do not contain exactly the tensors that the
+    index lists. The error names the shard or the tensor.
     """
     change, what = SHARDS[name]
     state = saved_at(tmp_path / "state.pt", {"a": torch.ones(2), "b": torch.zeros(1), "c": torch.zeros(1)})
@@ -1310,7 +1328,9 @@ def test_shards(tmp_path: Path, name: str) -> None:
 
 
 def test_links_of_a_cache_are_no_escape(tmp_path: Path) -> None:
-    """The Hub's cache is made of links to ``../../blobs``: the names are judged, not where they lead."""
+    """The Hub's cache consists of links to ``../../blobs``. Shard names are checked, not the targets of links, so the
+    set is read.
+    """
     torch.save({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path / "state.pt")
     blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "main"
     ckptconv.convert(tmp_path / "state.pt", blobs, format="safetensors", max_shard_size=8)
@@ -1347,7 +1367,9 @@ NO_CHECKPOINTS: dict[str, tuple[bytes | Callable[[], bytes], str, str]] = {
 
 @pytest.mark.parametrize("name", NO_CHECKPOINTS)
 def test_no_checkpoints(write: Write, name: str) -> None:
-    """What it is instead, and what to do next, in one line, by all three commands."""
+    """A file that is not a checkpoint is refused by all three commands. The error is one line that says what the file
+    is, and most errors have a hint about the next step.
+    """
     data, what, hint = NO_CHECKPOINTS[name]
     path = write(data() if callable(data) else data)
     with pytest.raises(InputError, match=what) as error:
@@ -1359,7 +1381,7 @@ def test_no_checkpoints(write: Write, name: str) -> None:
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    """One that holds something else is said to be a folder, by all three commands."""
+    """A folder without a checkpoint is refused as a folder by all three commands."""
     folder = tmp_path / "in" / "folder"
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("nothing")
@@ -1367,8 +1389,8 @@ def test_a_folder(tmp_path: Path) -> None:
 
 
 def test_programs(write: Write) -> None:
-    """An exported program is refused by its name; TorchScript is shown and verified, its weights can be taken out, and
-    as a whole it is not converted.
+    """An exported program is refused by its name. TorchScript is inspected and verified, and its weights can be
+    extracted, but the complete archive is not converted.
     """
     exported = write(zip_of({"m/archive_format": b"pt2", "m/models/model.json": b"{}", "m/version": b"1"}), "m.pt2")
     assert_refused(exported, UnsupportedError, "a .pt2 archive (torch.export)")
@@ -1385,8 +1407,8 @@ HUGE = 1 << 480_000
 
 @pytest.mark.parametrize("where", ["offset", "storage"])
 def test_integers_that_nobody_prints(write: Write, command: Command, where: str) -> None:
-    """One of 480,000 bits, where Python prints none of more than 4,300 digits: errors say
-    how long it is, as text and as JSON.
+    """An error about an integer of 480,000 bits is reported as text and as JSON. Python prints no integer of more than
+    4,300 digits.
     """
     huge = pickle.dumps(HUGE, 2)[2:-1]
     value = tensor().replace(integer(0) + b"(", huge + b"(", 1) if where == "offset" else tensor(storage(numel=huge))
@@ -1399,7 +1421,9 @@ def test_integers_that_nobody_prints(write: Write, command: Command, where: str)
 
 
 def test_integers_that_nobody_prints_elsewhere(write: Write, tmp_path: Path) -> None:
-    """As a key it is sound; in the metadata of torch.distributed.checkpoint it is no offset."""
+    """An integer of 480,000 bits is sound as a key. It is not a valid offset in the metadata of
+    torch.distributed.checkpoint.
+    """
     path = write(torch_zip_of(dict_of(pickle.dumps(HUGE, 2)[2:-1], tensor(), text("w"), tensor())))
     assert_sound(path, loads=False)
     for command in (["inspect", "--tree"], ["inspect", "--json"], ["diff", str(path)]):
@@ -1411,11 +1435,11 @@ def test_integers_that_nobody_prints_elsewhere(write: Write, tmp_path: Path) -> 
     assert_refused(metadata.parent, MalformedError, "no valid offset and length")
 
 
-# One file, two readers
+# One file with two readings
 
 
 def assert_two_readings(path: Path, as_: str, other: str) -> None:
-    """All commands and functions that read `path` refuse it, and name both readings."""
+    """Fail unless all commands and functions that read `path` refuse it, and name both readings."""
     what = f"it can be read in two ways: as a {as_} file, and as {other}"
     assert_refused(path, MalformedError, what)
     for read in (ckptconv.open, ckptconv.load, lambda path: ckptconv.diff(path, path)):
@@ -1427,7 +1451,7 @@ def assert_two_readings(path: Path, as_: str, other: str) -> None:
 
 
 def assert_runs(load: Callable[[], object], marker: Path) -> None:
-    """`load` writes `marker`, whatever it raises then: without that the test would show nothing."""
+    """Fail unless `load` writes `marker`, whatever it raises. This proves that the file is an attack."""
     with warnings.catch_warnings(), contextlib.suppress(Exception):
         warnings.simplefilter("ignore")
         load()
@@ -1436,7 +1460,7 @@ def assert_runs(load: Callable[[], object], marker: Path) -> None:
 
 
 TARS = {
-    "safetensors": (tar_in_safetensors, "m.bin"),  # torch.load goes by the suffix of a safetensors file
+    "safetensors": (tar_in_safetensors, "m.bin"),  # torch.load recognizes a safetensors file by its suffix
     "torch legacy": (tar_in_legacy, "m.pt"),
     "pickle": (tar_in_pickle, "m.pkl"),
 }
@@ -1444,7 +1468,9 @@ TARS = {
 
 @pytest.mark.parametrize("as_", TARS)
 def test_a_tar_archive_too(write: Write, tmp_path: Path, as_: str) -> None:
-    """torch.load takes it for the archive that torch wrote before 0.1.10, and runs what is in it."""
+    """torch.load checks first for the tar archive that torch wrote before 0.1.10, and runs its contents. A file of
+    another format that is also such an archive is refused.
+    """
     make, name = TARS[as_]
     path = write(make(runs(tmp_path / "marker")), name)
     assert_runs(lambda: torch.load(path, weights_only=False), tmp_path / "marker")
@@ -1452,8 +1478,8 @@ def test_a_tar_archive_too(write: Write, tmp_path: Path, as_: str) -> None:
 
 
 def test_a_pickle_at_the_first_byte(write: Write, tmp_path: Path) -> None:
-    """A safetensors header whose length is an opcode, and a tensor whose name and numbers go on: refused if it reaches
-    a global, an extension code or a persistent id, in the first pickle or one behind it.
+    """A safetensors file can also be a pickle, if the length of the header is an opcode. The file is refused if one of
+    its pickles reaches a global, an extension code or a persistent id.
     """
     path = write(pickle_in_safetensors(runs(tmp_path / "marker")), "m.safetensors")
     assert safetensors.torch.load_file(path)
@@ -1477,20 +1503,22 @@ def test_a_pickle_at_the_first_byte(write: Write, tmp_path: Path) -> None:
 
 
 RUNS_NOTHING = b"\x80\x02cm\nf\n)R."
-#: m.f to C's unpickler where what it reads has no ``peek``, a text that is no text to all others.
+#: C's unpickler reads a call of m.f if its source has no ``peek``. All other readers see an invalid text.
 CUT_IN_TWO = b"\x95" + struct.pack("<Q", 5) + b"V\xff\xff\xff" + b"Xcm\nf\n)R."
 
 
 @pytest.mark.parametrize("opcodes", [b".", b"N.", b"]K\x01a.", b"}Vkey\nNs.", b"\xff", b"\x82\x07\0", b"K\x01Q."])
 def test_plain_values_at_the_first_byte(write: Write, opcodes: bytes) -> None:
-    """A pickle that names nothing is no second reading, nor is a code that nothing is done with: a header can be one
-    by chance.
+    """A pickle of plain values at the start of a safetensors file is sound, and so is an unused extension code. A
+    header can be such a pickle by chance.
     """
     assert_sound(write(pickle_in_safetensors(opcodes), "m.safetensors"), loads=False)
 
 
 def test_a_legacy_stream_at_the_first_byte(write: Write, tmp_path: Path) -> None:
-    """The magic number alone is a plain value, but torch.load goes on behind it."""
+    """A safetensors file that starts with a stream of torch's older format is refused. The magic number is a plain
+    value, but torch.load reads the pickles after it.
+    """
     marker = tmp_path / "marker"
     stream = saved_before_1_6(runs(marker))
     path = write(pickle_in_safetensors(stream), "m.bin")
@@ -1500,19 +1528,19 @@ def test_a_legacy_stream_at_the_first_byte(write: Write, tmp_path: Path) -> None
 
 
 def saved_before_1_6(payload: bytes) -> bytes:
-    """The older format's stream without its header, with `payload` as the object."""
+    """Return a stream of the older format without its PROTO opcodes, with `payload` as the object."""
     numbers = (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
     return b"".join(pickle.dumps(number, 2)[2:] for number in numbers) + payload
 
 
 def zip_in_legacy(payload: bytes) -> bytes:
-    """A file of torch before 1.6 whose last storage is an archive."""
+    """Return a file of torch before 1.6 whose last storage is an archive."""
     tensor = torch.frombuffer(bytearray(zip_of_pickle(payload)), dtype=torch.uint8)
     return saved({"w": tensor}, _use_new_zipfile_serialization=False)
 
 
 def zip_in_pickle(payload: bytes) -> bytes:
-    """A pickle of a tensor, and of a byte string that ends in an archive."""
+    """Return a pickle of a tensor, and of a byte string that ends with an archive."""
     return pickle.dumps({"w": torch.ones(2), "x": b"#!/bin/sh\n" + zip_of_pickle(payload)}, 4)
 
 
@@ -1530,7 +1558,9 @@ EMBEDDED = {
 
 
 def with_zip64(make: Callable[[bytes], bytes], payload: bytes) -> bytes:
-    """What `make` makes, its archive's end said in 64 bits: the other one has no place for the directory."""
+    """Return the output of `make` with a zip64 end record. The other end record then contains no valid position of the
+    directory.
+    """
     data = make(payload + b" " * 200)
     archive = zip64(zip_of_pickle(payload))
     archive = patched(archive, end_of(archive) + 12, "<I", 0xFFFFFFFF)
@@ -1540,7 +1570,9 @@ def with_zip64(make: Callable[[bytes], bytes], payload: bytes) -> bytes:
 
 @pytest.mark.parametrize("how", EMBEDDED)
 def test_a_zip_directory_at_the_end(write: Write, tmp_path: Path, how: str) -> None:
-    """zipfile finds the archive, wherever it starts, and so does torch's own reader if the numbers are the file's."""
+    """A zip archive at the end of another format is refused. zipfile finds it at any start, and torch's own reader
+    finds it if its offsets are counted from the start of the file.
+    """
     make, as_, name = EMBEDDED[how]
     marker = tmp_path / "marker"
     path = write(make(runs(marker)), name)
@@ -1556,7 +1588,9 @@ def test_a_zip_directory_at_the_end(write: Write, tmp_path: Path, how: str) -> N
 
 
 def test_a_gzip_file_too(write: Write, tmp_path: Path) -> None:
-    """joblib unpacks what starts as gzip does. What starts so and is none is an ordinary file."""
+    """A safetensors file that is also a gzip file is refused, because joblib unpacks it. A gzip signature without a
+    gzip file is harmless.
+    """
     marker = tmp_path / "marker"
     path = write(gzip_in_safetensors(runs(marker)), "m.safetensors")
     assert safetensors.torch.load_file(path)
@@ -1597,7 +1631,9 @@ PACKED = {
 
 @pytest.mark.parametrize("reader", PACKED)
 def test_archives_of_torchs_other_readers(write: Write, tmp_path: Path, reader: str) -> None:
-    """They look for records of their own beside the state dict, without regard to case, and run what stands there."""
+    """A state dict with the records of torch.package or torch.export is refused. These readers ignore the case of
+    record names, and run such records.
+    """
     records, load, what = PACKED[reader]
     marker = tmp_path / "marker"
     members = {name: runs(marker) if data is None else data for name, data in records.items()}
@@ -1610,7 +1646,7 @@ def test_archives_of_torchs_other_readers(write: Write, tmp_path: Path, reader: 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.jit
 def test_a_program_in_capital_letters(write: Write) -> None:
-    """torch.load sees no program, torch.jit.load does."""
+    """A TorchScript archive with ``Constants.pkl`` is malformed. torch.jit.load reads it as a program."""
     with zipfile.ZipFile(io.BytesIO(scripted(torch.nn.ReLU()))) as archive:
         members = {name.replace("constants.pkl", "Constants.pkl"): archive.read(name) for name in archive.namelist()}
     path = write(zip_of(members))
@@ -1619,7 +1655,9 @@ def test_a_program_in_capital_letters(write: Write) -> None:
 
 
 def test_stray_signatures(write: Write) -> None:
-    """Weights can have any bytes: an end that leads to no directory, and a directory that no end leads to."""
+    """Weights can contain any bytes, so an end record without a directory and a directory without an end record are
+    sound.
+    """
     stray = b"PK\x05\x06" * 9 + b"PK\x06\x07" * 9 + b"PK\x01\x02" * 30 + b"PK\x03\x04" * 9 + zip_of_pickle(b"N.")[:-22]
     tensor = torch.frombuffer(bytearray(stray + bytes(-len(stray) % 8)), dtype=torch.uint8)
     assert_sound(write(safetensors.torch.save({"w": tensor}), "m.safetensors"), loads=False)
@@ -1628,7 +1666,7 @@ def test_stray_signatures(write: Write) -> None:
 
 
 def test_two_readings_of_a_part(tmp_path: Path) -> None:
-    """A shard, and the metadata of torch.distributed.checkpoint, are asked too."""
+    """A shard and the metadata of torch.distributed.checkpoint are also refused if they have two readings."""
     folder = tmp_path / "set"
     folder.mkdir()
     marker = tmp_path / "marker"
@@ -1664,7 +1702,9 @@ FORGIVEN = {
 
 @pytest.mark.parametrize("how", FORGIVEN)
 def test_hidden_pickles_that_one_unpickler_forgives(write: Write, tmp_path: Path, how: str) -> None:
-    """Inside a byte string nobody refuses it, so what it names is found."""
+    """A pickle inside a byte string is examined even if only one of CPython's unpicklers accepts it. Its globals are
+    found.
+    """
     before, reader = FORGIVEN[how]
     marker = tmp_path / "marker"
     payload = before % runs(marker)
@@ -1679,12 +1719,12 @@ def test_hidden_pickles_that_one_unpickler_forgives(write: Write, tmp_path: Path
 
 
 def test_hidden_pickles_that_are_two_programs(write: Write, tmp_path: Path) -> None:
-    """C's unpickler drops the first bytes of what a frame cuts in two, if what it reads has no ``peek``: what it is to
-    all others names nothing.
+    """C's unpickler drops the first bytes of an opcode that a frame cuts in two, if its source has no ``peek``. Other
+    readers find no global in such a pickle, so ckptconv reports it as unknown and does not copy it.
     """
     marker = tmp_path / "marker"
     hidden = runs(marker)
-    number = b"\x8a\x06" + b"abcde" + b"f"  # of which the frame ends before the last byte: C takes the next six
+    number = b"\x8a\x06" + b"abcde" + b"f"  # the frame ends before the last byte, so C reads the next six bytes
     payload = b"\x95" + struct.pack("<Q", 7) + number + b"X" + struct.pack("<I", len(hidden)) + hidden + b"0."
     assert_runs(lambda: pickle.load(io.BytesIO(payload)), marker)
     assert pickle.loads(payload) == int.from_bytes(b"abcdef", "little") and not marker.exists()
@@ -1696,7 +1736,7 @@ def test_hidden_pickles_that_are_two_programs(write: Write, tmp_path: Path) -> N
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("nested", ["as it is", "in another archive", "before 1.6"])
 def test_files_of_torch_inside(write: Write, tmp_path: Path, method: int, nested: str) -> None:
-    """Whoever knows of it loads it: as a member of any name, and as a byte string."""
+    """A dangerous file of torch inside a checkpoint is found, as a member with any name and as a byte string."""
     marker = tmp_path / "marker"
     inner = zip_of_pickle(runs(marker))
     assert_runs(lambda: torch.load(io.BytesIO(inner), weights_only=False), marker)
@@ -1716,8 +1756,8 @@ def test_files_of_torch_inside(write: Write, tmp_path: Path, method: int, nested
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("name", ["x.npy", "extra/x", "data/0", "data/1"])
 def test_arrays_inside(write: Write, here: Path, name: str, method: int) -> None:
-    """numpy.load takes any zip for one of arrays, and any member, storages too; what is no object it does not run. Of
-    storages only `verify` asks, which reads them all.
+    """numpy.load accepts any zip and any of its members as an array, also a storage. An array of objects is dangerous,
+    a plain array is not. ``convert`` does not examine storages; ``verify`` reads them all.
     """
     stream = io.BytesIO()
     np.save(stream, np.array([Runs()], object))
@@ -1740,22 +1780,22 @@ def test_arrays_inside(write: Write, here: Path, name: str, method: int) -> None
 
 
 class Runs:
-    """Pickled, an object that makes the file ``marker``."""
+    """An object whose pickle makes the file ``marker``."""
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
         return open, ("marker", "w")
 
 
-# What torch's safe loader refuses
+# Uses that torch's safe loader refuses
 
 
 def called(function: str, *args: bytes) -> bytes:
-    """What pushes a call of `function`, ``module name``, with what `args` push."""
+    """Return opcodes that push a call of `function`, written as ``module name``, with the arguments `args`."""
     return b"c" + function.replace(" ", "\n").encode() + b"\n(" + b"".join(args) + b"tR"
 
 
 PLAIN = {"data/0": bytes(16), "version": b"3\n"}
-#: The value of a dict's item, and the records of the archive; torch would refuse each.
+#: The value of an item of a dict, and the records of the archive. torch refuses each of these files.
 CLAIMS: dict[str, tuple[bytes, Mapping[str, bytes]]] = {
     "constants.pkl beside a state dict": (tensor(), {**PLAIN, "constants.pkl": b"\x80\x02)."}),
     "a version outside of 1 to 10": (tensor(), {**PLAIN, "version": b"11\n"}),
@@ -1770,7 +1810,9 @@ CLAIMS: dict[str, tuple[bytes, Mapping[str, bytes]]] = {
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_weights_only_claims(write: Write, name: str) -> None:
-    """Neither ``inspect`` nor ``verify`` says that it loads with ``weights_only=True``."""
+    """A file that torch refuses with ``weights_only=True`` is not reported to load, neither by ``inspect`` nor by
+    ``verify``.
+    """
     value, records = CLAIMS[name]
     path = write(torch_zip_of(dict_of(text("w"), value), records))
     with warnings.catch_warnings():
@@ -1783,7 +1825,9 @@ def test_weights_only_claims(write: Write, name: str) -> None:
 
 
 def test_a_folder_of_5000_characters_in_an_archive(write: Write) -> None:
-    """torch keeps 511 bytes of a record's name."""
+    """torch keeps 511 bytes of a record's name, so it refuses an archive with longer names. ckptconv reports
+    the same.
+    """
     records = {"data.pkl": dict_of(text("w"), tensor()), **PLAIN}
     path = write(zip_of({f"{'m' * 5000}/{name}": data for name, data in records.items()}))
     with pytest.raises(RuntimeError):

@@ -1,4 +1,4 @@
-"""docs/threats.md names a test for each of its rows, and each test of the threats."""
+"""docs/threats.md names a test in each of its rows, and contains every test in ``test_threats.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TEST = re.compile(r"`(?:(tests/[a-z0-9_/]+\.py)::)?(test_[a-z0-9_]+)`")
 
 
 def defined_in(file: str) -> list[str]:
-    """The names of the tests in `file`."""
+    """Return the names of the tests in `file`."""
     return re.findall(r"^def (test_[a-z0-9_]+)\(", (ROOT / file).read_text(), re.MULTILINE)
 
 

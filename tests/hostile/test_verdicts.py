@@ -1,6 +1,6 @@
-"""inspect, verify and convert come to one verdict on every hostile file and folder that the tests have.
+"""inspect, verify and convert reach the same verdict on every hostile file and folder of the tests.
 
-Where inspect or convert refuses what it reads, verify does not end with 0. Where verify finds damage, inspect refuses,
+If inspect or convert refuses the input, verify does not end with 0. If verify finds damage, inspect refuses the file,
 or convert with --verify does.
 """
 
@@ -25,9 +25,9 @@ from tests.fuzz.folders import unpack, write
 from tests.fuzz.seeds import seeds_of
 from tests.support.writers import distributed
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about what the seeds are made of
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch about the contents of the seeds
 
-#: Tables of hostile files: the module, the name that a file gets, and the tables.
+#: Tables of hostile files: the module, the file name, and the names of the tables.
 TABLES = [
     ("tests.hostile.test_threats", "m.pt", ["MALFORMED", "SIZES", "ZIPS", "OLDER"]),
     ("tests.hostile.test_threats", "m.safetensors", ["HEADERS"]),
@@ -40,7 +40,7 @@ TABLES = [
     ("tests.unit.safety.test_torch_load", "m.pt", ["PICKLES"]),
     ("tests.unit.safety.test_scan", "m.pkl", ["NAMED"]),
 ]
-#: What fuzzing starts from, and the name of a file; None: folders.
+#: The seeds of the fuzzers, and the file name of each kind. None means folders.
 SEEDS = {
     "zip": "m.pt",
     "legacy": "m.pt",
@@ -50,11 +50,11 @@ SEEDS = {
     "dcp": None,
     "zero": None,
 }
-_LARGE = 1 << 21  # bytes; what is larger is about something else
+_LARGE = 1 << 21  # bytes; larger files test something else
 
 
 def _files(value: object) -> Iterator[bytes]:
-    """The files in `value`, a row of a table."""
+    """Yield the files in `value`, a row of a table."""
     if isinstance(value, bytes):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -65,8 +65,8 @@ def _files(value: object) -> Iterator[bytes]:
 
 
 def verdict(path: Path) -> str | None:
-    """Look at `path`, a checkpoint or a folder with one, with the three commands. Return what they disagree in, or
-    None.
+    """Run the three commands on `path`, a checkpoint or a folder with one. Return their disagreement, or None if they
+    agree.
     """
     inspected, verified = main(["inspect", str(path)]), main(["verify", str(path)])
     refused = None
@@ -86,7 +86,7 @@ def verdict(path: Path) -> str | None:
 
 
 def _is_output(error: InputError) -> bool:
-    """Whether `error` is about what would be written: it is too large, or would run something."""
+    """Return whether `error` is about the output: the output is too large, or would run something."""
     return isinstance(error, (LimitError, DangerousError))
 
 
@@ -104,7 +104,7 @@ def assert_one_verdict(files: Mapping[str, bytes], name: str, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "name", "tables"), TABLES, ids=lambda value: str(value))
 def test_of_files(module: str, name: str, tables: list[str], tmp_path: Path) -> None:
-    """Each file of the tables of other tests."""
+    """The three commands agree on every file smaller than 2 MB in the tables of other tests."""
     found = importlib.import_module(module)
     files = {
         f"{table}: {row} {i}": data
@@ -118,7 +118,7 @@ def test_of_files(module: str, name: str, tables: list[str], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("target", SEEDS)
 def test_of_what_fuzzing_starts_from(target: str, tmp_path: Path) -> None:
-    """Each file or folder that the fuzzers change, and each that they found."""
+    """The three commands agree on every seed of the fuzzers and on every file or folder that the fuzzers found."""
     findings = (Path(__file__).parent.parent / "fuzz" / "findings").glob(f"{target}-*")
     files = seeds_of(target) | {path.name: path.read_bytes() for path in findings}
     name = SEEDS[target]
@@ -136,7 +136,9 @@ def test_of_what_fuzzing_starts_from(target: str, tmp_path: Path) -> None:
 
 
 def test_of_folders_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
-    """Each change of .metadata that its reader refuses, and tensors without chunks whose shapes nothing can have."""
+    """The three commands agree on every refused edit of ``.metadata``, and on tensors without chunks whose shapes
+    contain 0.
+    """
     found: Any = importlib.import_module("tests.unit.formats.distributed.test_metadata")
 
     def shape(*sizes: int) -> Any:
@@ -149,7 +151,7 @@ def test_of_folders_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
     for i, (row, (edit, _)) in enumerate(edits.items()):
         folder = distributed({"a": {"w": torch.ones(3, 3).bfloat16()}, "epoch": 3}, tmp_path / str(i))
         metadata = pickle.loads((folder / ".metadata").read_bytes())
-        with contextlib.suppress(IndexError, KeyError):  # the edit is of a chunk that this folder has not
+        with contextlib.suppress(IndexError, KeyError):  # the edit is of a chunk that this folder does not contain
             edit(metadata)
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
         if said := verdict(folder):

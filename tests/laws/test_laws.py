@@ -1,5 +1,5 @@
-"""Laws of the edits: what undoes what, what twice is once, what the order of flags cannot change, and that a flag is
-its keyword; on generated checkpoints.
+"""Laws of the edits on generated checkpoints: which edits undo each other, which have no effect a second time, that the
+order of flags does not matter, and that a flag equals its keyword.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tests.support.judge import assert_same, assert_same_files, tags_of
 from tests.support.paths import ROOT
 from tests.support.reduced import Reduced
 
-#: Each example is several files on a disk: in the long run a thousand are enough.
+#: Each example writes several files to a disk, so a thousand examples are enough for the long run.
 FEW = settings(max_examples=min(settings().max_examples, 1000))
 
 _ELEMENTS = 12  # of each storage
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
-#: What is made of a storage: all of it, so that two names are tied; pieces, steps,
-#: turned round, overlapping with itself.
+#: Views of a storage: the complete storage, so that two names are tied, a slice, steps, a transposed view, a row, a
+#: view that overlaps itself, an empty view, and a copy.
 _VIEWS = (
     lambda base: base,
     lambda base: base[2:7],
@@ -50,13 +50,13 @@ _VIEWS = (
     lambda base: base[:0],
     lambda base: base.clone(),
 )
-_SEGMENTS = ("module", "_orig_mod", "net", "a", "b", "100", "norm", "é")  # no number of a storage
+_SEGMENTS = ("module", "_orig_mod", "net", "a", "b", "100", "norm", "é")  # no name is the number of a storage
 _NAMES = st.lists(st.sampled_from(_SEGMENTS), min_size=1, max_size=4).map(".".join)
 
 
 @st.composite
 def state_dicts(draw: st.DrawFn) -> Any:
-    """Names of tensors that share a few storages; half of them with the ``_metadata`` that modules give."""
+    """Draw a state dict of tensors that share a few storages. About half of them have the ``_metadata`` of modules."""
     bases = [
         torch.arange(_ELEMENTS).sub(5).to(dtype)
         for dtype in draw(st.lists(st.sampled_from(_DTYPES), min_size=1, max_size=3))
@@ -81,7 +81,7 @@ def _twin(state: Any) -> Any:
 
 
 def _optimizer(draw: st.DrawFn, names: list[str]) -> Any:
-    """An optimizer of all that is called so, keyed by names or by numbers."""
+    """Return an optimizer of the parameters `names`, keyed by names or by numbers."""
     keys: list[Any] = names if draw(st.booleans()) else list(range(len(names)))
     state = {key: {"step": torch.tensor(3.0), "exp_avg": torch.full((2,), 0.5)} for key in keys}
     return {"state": state, "param_groups": [{"lr": 0.1, "params": list(keys), "param_names": list(names)}]}
@@ -89,8 +89,8 @@ def _optimizer(draw: st.DrawFn, names: list[str]) -> Any:
 
 @st.composite
 def checkpoints(draw: st.DrawFn) -> Any:
-    """A state dict alone, under a usual name, or among all that a training run saves: its average, its optimizer,
-    lists, a generator's state.
+    """Draw a state dict alone, one under a usual name, or one in the checkpoint of a training run, with its average,
+    its optimizer, lists, and sometimes a generator's state.
     """
     state = draw(state_dicts())
     shape = draw(st.sampled_from(["root", "nested", "training"]))
@@ -111,7 +111,7 @@ def checkpoints(draw: st.DrawFn) -> Any:
 
 
 def _state_of(obj: Any) -> Any:
-    """The state dict that is meant where there is only one to mean."""
+    """Return the state dict of `obj` that a command without a selection edits."""
     return obj.get("model", obj.get("state_dict", obj))
 
 
@@ -120,10 +120,10 @@ def _convert(folder: Path, src: str, dst: str, **edits: Any) -> ckptconv.Report:
 
 
 def _assert_identity(folder: Path, *edits: dict[str, Any]) -> None:
-    """`edits`, one after another, leave what torch reads, and the tags it reads, as they were.
+    """Fail unless `edits`, one after another, preserve what torch reads, including the location tags.
 
-    Once more, they leave every byte: only strings that names and tags shared with
-    others had become strings of their own.
+    A second round must preserve every byte. The first round may change bytes, because names and tags that share a
+    string with other values get a string of their own.
     """
     at = "in.pt"
     for trip in ("first.pt", "second.pt"):
@@ -134,9 +134,9 @@ def _assert_identity(folder: Path, *edits: dict[str, Any]) -> None:
     assert (folder / "first.pt").read_bytes() == (folder / "second.pt").read_bytes()
 
 
-# What undoes what
+# Edits that undo each other
 
-#: Mappings of devices, one after another, that end where they began.
+#: Mappings of devices that end where they began, one after another.
 THERE_AND_BACK = (
     ({"cuda:0": "cuda:1", "cuda:1": "cuda:0"},) * 2,
     ({"cuda:0": "cuda:1", "cuda:1": "mps", "mps": "cuda:0"},) * 3,
@@ -155,8 +155,8 @@ RENAMES = (
 @FEW
 @given(checkpoints(), _NAMES)
 def test_strip_undoes_add(folder: Path, obj: Any, prefix: str) -> None:
-    """Whatever the prefix, in the state dict, its twin, its ``_metadata`` and an optimizer that is
-    keyed by its names.
+    """``strip_prefix`` undoes ``add_prefix`` in the state dict, its average, its ``_metadata`` and an optimizer that is
+    keyed by names.
     """
     torch.save(obj, folder / "in.pt")
     _convert(folder, "in.pt", "there.pt", add_prefix=prefix)
@@ -171,7 +171,9 @@ def test_strip_undoes_add(folder: Path, obj: Any, prefix: str) -> None:
 @FEW
 @given(checkpoints())
 def test_to_a_gpu_and_back(folder: Path, obj: Any) -> None:
-    """What was on the CPU is there again; the generator's state never left."""
+    """Tensors on the CPU are on the CPU again after a conversion to a GPU and back. The generator's state stays on the
+    CPU.
+    """
     zoo.save(obj, folder / "in.pt", ["cpu"])
     _convert(folder, "in.pt", "there.pt", map_location="cuda:1")
     assert set(tags_of(folder / "there.pt")[1]) == ({"cuda:1", "cpu"} if "rng" in obj else {"cuda:1"})
@@ -186,8 +188,10 @@ def test_to_a_gpu_and_back(folder: Path, obj: Any) -> None:
     st.sampled_from(THERE_AND_BACK),
 )
 def test_tags_go_and_come_back(folder: Path, obj: Any, tags: list[str], number: int, maps: Any) -> None:
-    """Two devices swapped twice, a ring of three turned round three times, a family sent to another and back."""
-    obj.pop("rng", None)  # which belongs on the CPU, and would come there
+    """Location tags are restored by two swaps of two devices, three rotations of three devices, and a mapping of a
+    device family and back.
+    """
+    obj.pop("rng", None)  # mappings move it to the CPU
     zoo.save(obj, folder / "in.pt", tags[:number])
     _assert_identity(folder, *({"map_location": rules} for rules in maps))
 
@@ -195,8 +199,8 @@ def test_tags_go_and_come_back(folder: Path, obj: Any, tags: list[str], number: 
 @FEW
 @given(checkpoints(), st.sampled_from(RENAMES))
 def test_names_go_and_come_back(folder: Path, obj: Any, renames: Any) -> None:
-    """A word, the start of every name, a prefix, the end of every segment: changed and
-    changed back, in two conversions and in one.
+    """A rename and its reverse restore all names, in two conversions and in one. The rules change a word, the start of
+    a name, a prefix or the end of a segment.
     """
     there, back = renames
     torch.save(obj, folder / "in.pt")
@@ -208,13 +212,15 @@ def test_names_go_and_come_back(folder: Path, obj: Any, renames: Any) -> None:
     _assert_identity(folder, {"rename": [there, back]})
 
 
-# What twice is once
+# Edits that have no effect a second time
 
 
 @FEW
 @given(checkpoints())
 def test_unwrapped_twice_is_once(folder: Path, obj: Any) -> None:
-    """But for a second ``module.`` in front of all names: the file does not say that it is the model's own."""
+    """A second ``unwrap`` changes nothing. The exception is a ``module.`` in front of all remaining names, which can be
+    the model's own.
+    """
     torch.save(obj, folder / "in.pt")
     try:
         _convert(folder, "in.pt", "once.pt", unwrap=True)
@@ -231,14 +237,14 @@ def test_unwrapped_twice_is_once(folder: Path, obj: Any) -> None:
 
 # Dtypes and compacting
 
-#: A dtype that people cast to, and a larger one that holds all of its values.
+#: A common target dtype, and a larger dtype that contains all of its values.
 SMALL_AND_LARGE = (
     ("bf16", torch.bfloat16, "fp32", torch.float32),
     ("fp16", torch.float16, "fp32", torch.float32),
     ("bf16", torch.bfloat16, "fp64", torch.float64),
     ("fp16", torch.float16, "fp64", torch.float64),
 )
-#: Edits of all else.
+#: Edits of names and devices.
 OTHERS: tuple[dict[str, Any], ...] = (
     {"rename": [("^", "x.")]},
     {"map_location": "cuda:1"},
@@ -247,7 +253,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
 
 
 def _leaves(obj: Any) -> list[torch.Tensor]:
-    """The tensors in `obj`, in order."""
+    """Return the tensors in `obj`, in order."""
     return [leaf for leaf in tree_flatten(obj)[0] if isinstance(leaf, torch.Tensor)]
 
 
@@ -257,8 +263,8 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize(("small", "dtype", "large", "wide"), SMALL_AND_LARGE)
 def test_down_undoes_up(folder: Path, small: str, dtype: torch.dtype, large: str, wide: torch.dtype) -> None:
-    """Every number of the smaller dtype is itself again, and every NaN what ``.to()`` of torch makes of it; in bfloat16
-    what its plain code does, since its vector instructions differ.
+    """Every number of the smaller dtype survives a cast to the larger dtype and back. Every NaN becomes the NaN of
+    torch's ``.to()``, and for bfloat16 that of torch's scalar code, because its vector code differs.
     """
     every = torch.arange(65536).to(torch.uint16).view(dtype)
     torch.save({"w": every}, folder / "in.pt")
@@ -277,8 +283,8 @@ def test_down_undoes_up(folder: Path, small: str, dtype: torch.dtype, large: str
 @FEW
 @given(checkpoints(), st.sampled_from(SMALL_AND_LARGE))
 def test_casts_are_torchs(folder: Path, obj: Any, dtypes: Any) -> None:
-    """In the state dicts each floating-point tensor is what ``.to()`` gives, other tensors and the optimizer are what
-    they were; cast again to the same, nothing changes, and by way of a larger dtype neither.
+    """A cast gives each floating-point tensor of the state dicts the result of torch's ``.to()``, and preserves other
+    tensors and the optimizer. A second cast, or one by way of a larger dtype, changes nothing.
     """
     small, dtype, large, _ = dtypes
     torch.save(obj, folder / "in.pt")
@@ -300,7 +306,7 @@ def test_casts_are_torchs(folder: Path, obj: Any, dtypes: Any) -> None:
 
 
 def _extent(tensor: torch.Tensor) -> range:
-    """The bytes of its storage between the first and the last that it uses."""
+    """Return the range of bytes in its storage from the first to the last byte that `tensor` uses."""
     if not tensor.numel():
         return range(0)
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -311,8 +317,8 @@ def _extent(tensor: torch.Tensor) -> range:
 @FEW
 @given(checkpoints())
 def test_compact_keeps_tensors(folder: Path, obj: Any) -> None:
-    """Values, shapes, strides, what shares a storage and which bytes of it; each storage has only bytes that some
-    tensor spans. Done again, it changes nothing.
+    """``compact`` preserves values, shapes, strides and shared storages. Afterwards each storage contains only bytes
+    that a tensor spans, and a second ``compact`` changes nothing.
     """
     torch.save(obj, folder / "in.pt")
     _convert(folder, "in.pt", "once.pt", compact=True)
@@ -323,7 +329,7 @@ def test_compact_keeps_tensors(folder: Path, obj: Any) -> None:
         assert _bits(a) == _bits(b)
         used.setdefault(b.untyped_storage()._cdata, set()).update(_extent(b))
     for (a, b), (c, d) in itertools.combinations(zip(before, after, strict=True), 2):
-        if not a.numel() or not c.numel():  # torch.load gives each of those a storage of its own
+        if not a.numel() or not c.numel():  # torch.load gives each empty tensor its own storage
             continue
         together = a.untyped_storage()._cdata == c.untyped_storage()._cdata
         assert together == (b.untyped_storage()._cdata == d.untyped_storage()._cdata)
@@ -339,8 +345,8 @@ def test_compact_keeps_tensors(folder: Path, obj: Any) -> None:
 @FEW
 @given(checkpoints(), st.sampled_from(["bf16", "fp64"]), st.sampled_from(OTHERS))
 def test_values_names_and_devices_are_apart(folder: Path, obj: Any, dtype: str, others: dict[str, Any]) -> None:
-    """Casting and compacting before, after, or in one conversion with names and
-    devices: the same for torch, tags included.
+    """Casting and compacting before, after or together with edits of names and devices give the same result for torch,
+    including location tags.
     """
     zoo.save(obj, folder / "in.pt", ["cuda:0", "cpu"])
     values = {"dtype": dtype, "compact": True}
@@ -353,13 +359,13 @@ def test_values_names_and_devices_are_apart(folder: Path, obj: Any, dtype: str, 
         assert_same_files(folder / way, folder / "at once.pt")
 
 
-# A flag is its keyword
+# A flag equals its keyword
 
 #: Rules for a tensor ``x.qkv.weight`` of six rows.
 _SPLIT, _SIZED = "**.qkv.* = **.q.*:1, **.k.*:1, **.v.*:1", "x.qkv.weight = q.weight[$Q], k.weight[4]"
 _JOINED = "q.weight:1, k.weight:1 = x.qkv.weight"
 
-#: Each option of ``convert``: flags, the keywords that mean the same, and the name of the output.
+#: Each option of ``convert``: flags, the equivalent keywords, and the name of the output.
 ALONE: dict[str, list[tuple[list[str], dict[str, Any], str]]] = {
     "to": [
         (["--to", "cuda:1"], {"map_location": "cuda:1"}, "x.pt"),
@@ -418,9 +424,9 @@ ALONE: dict[str, list[tuple[list[str], dict[str, Any], str]]] = {
     "verbose": [(["-v"], {}, "x.pt")],
     "debug": [(["--debug"], {}, "x.pt")],
 }
-#: Without an output: tests/unit/conversion/test_in_place.py has their laws.
+#: Options without a separate output. tests/unit/conversion/test_in_place.py tests them.
 _IN_PLACE = {"in_place", "no_undo"}
-#: What is about the way, not about the output.
+#: Options that do not change the output.
 _NO_EDITS = (
     "optimizer_order",
     "model",
@@ -435,14 +441,14 @@ _NO_EDITS = (
     "verbose",
     "debug",
 )
-#: What a report says that is another in each run.
+#: Fields of a report that differ in each run.
 _OF_A_RUN = ("dst", "seconds", "written", "verified")
 
 
 @pytest.fixture(scope="module")
 def training(folder: Path) -> Path:
-    """A wrapped model on two devices, tied weights, a float of each kind, its average, an optimizer, a view that leaves
-    most of its storage unused.
+    """Write a training checkpoint and return its path. It has a wrapped model on several devices, tied weights, several
+    dtypes, an average, an optimizer, and a view that leaves most of its storage unused.
     """
     weight = torch.linspace(-3, 3, 40).view(8, 5)
     state = {
@@ -463,7 +469,7 @@ def training(folder: Path) -> Path:
 
 
 def test_every_option_has_a_law() -> None:
-    """A new option of the command line, or keyword of the function, has to be written down here."""
+    """Every option of the command and every keyword of the function is in ``ALONE`` or ``_IN_PLACE``."""
     assert ALONE.keys() | _IN_PLACE == {
         param.name for param in convert_command.params if isinstance(param, click.Option)
     }
@@ -486,7 +492,9 @@ def test_a_flag_is_its_keyword(
     keywords: dict[str, Any],
     name: str,
 ) -> None:
-    """Alone, it gives the same bytes and the same report; what edits gives other bytes than a conversion without it."""
+    """A flag alone gives the same bytes and the same report as its keyword. If the option is an edit, the bytes differ
+    from those of a conversion without it.
+    """
     src = training
     if option == "allow_unsafe":
         src = saved_at(tmp_path / "dangerous.pt", {"w": torch.ones(1), "x": Reduced(os.getpid, ())})
@@ -514,19 +522,19 @@ def test_a_flag_is_its_keyword(
     assert by_flag.exists() == by_keyword.exists() == (option != "dry_run")
     if option != "dry_run":
         assert content_of(by_flag) == content_of(by_keyword)
-    if option == "skip_existing":  # there is an output by now
+    if option == "skip_existing":  # the output exists by now
         return
     again = [] if option == "force" else ["--force"]
     said = command.json("convert", src, by_flag, *flags, *again, "--dry-run")
     done = json.loads(json.dumps(report.as_dict()))
-    said["notes"], done["notes"] = len(said["notes"]), len(done["notes"])  # which speak of flags, and of keywords
+    said["notes"], done["notes"] = len(said["notes"]), len(done["notes"])  # notes mention flags or keywords
     assert {**said, **dict.fromkeys(_OF_A_RUN)} == {**done, **dict.fromkeys(_OF_A_RUN)}
-    if option not in ("allow_unsafe", "dry_run"):  # without them one is refused, and the other writes
+    if option not in ("allow_unsafe", "dry_run"):  # without the flag, one is refused and the other writes an output
         ckptconv.convert(src, plain, force=True)
         assert (content_of(plain) == content_of(by_keyword)) == (option in _NO_EDITS or keywords == {"format": "pt"})
 
 
-#: One or two of each kind, for all of which the training checkpoint has something. Not all go together.
+#: One or two flags of each kind, all of which match the training checkpoint. Some exclude each other.
 FLAGS = (
     ["--to", "mps"], ["--map", "cuda:0=cuda:1"], ["--map", "cpu=xpu"], ["--map-location", "cuda:1=cpu"],
     ["--state-dict"], ["--select", "model"], ["--select", "ema"], ["--include", "*.a.*"], ["--include", "*weight"],
@@ -535,7 +543,7 @@ FLAGS = (
     ["--rename", "a", "b"], ["--rename", "$", "_"], ["--add-prefix", "x"], ["--dtype", "bf16"],
     ["--dtype", "*weight=fp64"], ["--compact"], ["--verify"], ["--allow-unsafe"], ["-q"], ["-v"],
 )  # a table  # fmt: skip
-#: Those that can be given again where the order is none: globs, and rules that hold all at once.
+#: Flags that can be repeated in any order: globs, and rules that apply at the same time.
 _AGAIN = ("--map", "--include", "--exclude", "--dtype")
 _TARGETS = (("x.pt", []), ("x.pt", ["--format", "legacy"]), ("x.safetensors", []), ("x.safetensors", ["--copy-tied"]))
 
@@ -549,7 +557,7 @@ _TARGETS = (("x.pt", []), ("x.pt", ["--format", "legacy"]), ("x.safetensors", []
 def test_flags_in_another_order(
     training: Path, capsys: pytest.CaptureFixture[str], flags: list[list[str]], target: Any, data: st.DataObject
 ) -> None:
-    """Change nothing: the same bytes or the same error, wherever they stand, between the paths too."""
+    """The order of flags does not change the output or the error, even if flags are between or after the paths."""
     dst = training.with_name(target[0])
     words = [*flags, target[1], ["path"], ["path"]]
     outcomes = []

@@ -1,4 +1,4 @@
-"""Laws that the source of the package itself holds."""
+"""Laws of the package's own source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ PACKAGE = ROOT / "ckptconv"
 
 
 def test_nothing_runs_a_pickle() -> None:
-    """No module of the package loads a pickle or imports what a file names; it imports by name only its own modules."""
+    """No module of the package loads a pickle or imports a module that a file names. Imports by name are limited to
+    modules of the package.
+    """
     for path in PACKAGE.rglob("*.py"):
         text = re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL)
         assert not re.search(
@@ -21,7 +23,7 @@ def test_nothing_runs_a_pickle() -> None:
 
 
 def test_only_two_packages_import_torch() -> None:
-    """No module outside of them names torch in an import."""
+    """Only modules in ``kernels`` and ``tensors`` import torch, apart from imports for type checking."""
     importing = set()
     for path in PACKAGE.rglob("*.py"):
         code = path.read_text().replace("if TYPE_CHECKING:\n    import torch\n", "")
@@ -31,11 +33,11 @@ def test_only_two_packages_import_torch() -> None:
 
 
 def test_only_the_package_lists_its_names() -> None:
-    """An underscore says the same elsewhere, in one place."""
+    """Only ``ckptconv/__init__.py`` has an ``__all__``. Other modules mark private names with an underscore."""
     assert [path for path in PACKAGE.rglob("*.py") if "\n__all__ = " in path.read_text()] == [PACKAGE / "__init__.py"]
 
 
-def test_every_module_says_what_it_is() -> None:
-    """The first line of each file of the package is a docstring."""
+def test_every_module_has_a_docstring() -> None:
+    """Each file of the package begins with a docstring."""
     for path in PACKAGE.rglob("*.py"):
         assert path.read_text().startswith(('"""', 'r"""')), path

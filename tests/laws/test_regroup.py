@@ -1,4 +1,4 @@
-"""What a rule of ``regroup`` does, the same rule backwards undoes, bit for bit, whatever the shapes."""
+"""A ``regroup`` rule applied in reverse undoes the rule, bit for bit, for all shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.comple
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Draw a rule, wholes, and the parts that they have by torch's reshape."""
+    """Draw a rule, complete tensors, and their parts as torch's reshape and split make them."""
     stack = draw(st.lists(st.integers(1, 3), max_size=2))
     shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -54,10 +54,10 @@ def cases(draw: st.DrawFn) -> tuple[str, dict[str, torch.Tensor], dict[str, torc
 def test_a_rule_and_its_reverse(
     case: tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]], suffix: str
 ) -> None:
-    """A split gives what torch's reshape and split give; the reverse gives the wholes."""
+    """A split gives the same parts as torch's reshape and split. The reverse rule restores the complete tensors."""
     rule, wholes, pieces = case
     if not pieces or (rule.count("{s") == 0 and "," not in rule):
-        return  # a rename
+        return  # the rule only renames
     with tempfile.TemporaryDirectory() as folder:
         source, out, back = Path(folder, "a.pt"), Path(folder, f"b.{suffix}"), Path(folder, "c.pt")
         torch.save(wholes, source)

@@ -1,4 +1,4 @@
-"""Tests that take minutes, root, strace or a trainer: only ``.ci/long`` collects them."""
+"""Tests that take minutes, or need root, strace or a trainer. Only ``.ci/long`` collects them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Inputs that somebody changes while they are read: at every call that has to do with
-them, and at every step of the writing.
+"""Inputs that change while they are read, at every call that reads them and at every step of the writing.
 
-strace stops the conversion at a call, the input is changed, and the conversion goes on: so the change is where it is
-said to be. CKPTCONV_CHANGES: where the list of all, with what became of each, is to go.
+strace stops the conversion at a call, the test changes the input, and the conversion continues. The change therefore
+occurs at exactly that call. CKPTCONV_CHANGES names the JSON file for the outcome of each change.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def empty(path: Path) -> None:
 
 
 def overwritten(path: Path) -> None:
-    """As long as before, and all of it another."""
+    """Overwrite all bytes of the file and keep its length."""
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.write(bytes(size))
@@ -55,7 +54,7 @@ def longer(path: Path) -> None:
 
 
 def replaced(path: Path) -> None:
-    """Another file takes its name."""
+    """Give the name of the file to another file."""
     other = path.with_name("other")
     other.write_bytes(bytes(path.stat().st_size))
     other.rename(path)
@@ -65,15 +64,15 @@ def deleted(path: Path) -> None:
     path.unlink()
 
 
-#: How an input changes; and the two of those after which what was opened is still what it was.
+#: Changes of an input, and the two that do not affect an open file.
 CHANGES: tuple[Callable[[Path], None], ...] = (shorter, empty, overwritten, longer, replaced, deleted)
 HARMLESS = (replaced, deleted)
 
 
 @dataclass(frozen=True)
 class Change:
-    """`how` the input was changed at the `number`-th `call`, which was before all of it was copied or
-    not, and what became of the conversion.
+    """A change `how` of the input at the `number`-th `call`, and the outcome of the conversion. `early` says whether
+    the change came before the complete input was copied.
     """
 
     conversion: str
@@ -87,7 +86,7 @@ class Change:
 
 
 class Reading:
-    """``ckptconv convert `src` DST``, whose `src` (or the file `changed` in it) is changed while it runs."""
+    """A command ``ckptconv convert `src` DST`` whose `src`, or the file `changed` in it, changes during the run."""
 
     def __init__(
         self, name: str, folder: Path, src: Path, target: str, flags: tuple[str, ...], changed: str = ""
@@ -101,13 +100,13 @@ class Reading:
             changed,
         )
         self._numbers: Iterator[int] = count()
-        self.run(None)  # so that modules are compiled
+        self.run(None)  # compiles the modules
         place, lines, _ = self.run(None)
         self.new = content_of(place / "out" / target)
         self.moments = list(self._moments(lines, place))
 
     def run(self, change: Change | None) -> tuple[Path, list[str], subprocess.CompletedProcess[str]]:
-        """Convert from a fresh start, with `change`; the folder, the lines of strace, the process."""
+        """Convert in a new folder, with `change`. Return the folder, the lines of strace and the process."""
         place = self.folder / f"{next(self._numbers):04}"
         (place / "out").mkdir(parents=True)
         src = place / self.src.name
@@ -150,8 +149,8 @@ class Reading:
         return place, log.read_text().splitlines(), subprocess.CompletedProcess([], process.returncode, "", said)
 
     def _moments(self, lines: list[str], place: Path) -> Iterator[tuple[str, int, bool]]:
-        """(call, its number, whether it is before the last byte is copied), from the
-        first reading of the input to the end.
+        """Yield each call from the first read of the input on: its name, its number, and whether it comes before the
+        last byte is copied.
         """
         main = lines[0].split()[0]
         seen: dict[str, int] = {}
@@ -171,7 +170,7 @@ class Reading:
                 yield call, number, i < synced
 
     def changed_at(self, how: Callable[[Path], None], moment: tuple[str, int, bool]) -> Change | str:
-        """What becomes of it, or what is wrong with that."""
+        """Return the outcome of the change `how` at `moment`, or a message about what is wrong with it."""
         change = Change(self.name, how.__name__, *moment)
         place, lines, done = self.run(change)
         found = content_of(place / "out" / self.target)
@@ -195,7 +194,7 @@ class Reading:
 
 
 def stopped(log: Path, process: subprocess.Popen[str]) -> int:
-    """Wait for the thread that is stopped, by what strace says; its number."""
+    """Wait until strace reports a stopped thread, and return the number of the thread."""
     until = time.monotonic() + 60
     while time.monotonic() < until and process.poll() is None:
         found = re.search(r"^(\d+) +--- stopped by SIGSTOP", log.read_text(), re.MULTILINE)
@@ -207,7 +206,7 @@ def stopped(log: Path, process: subprocess.Popen[str]) -> int:
 
 @pytest.fixture(scope="module")
 def all_changes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Change]]:
-    """What became of every conversion; written down in the end."""
+    """Yield a list for the outcomes of all changes, and write it to a file at the end."""
     changes: list[Change] = []
     yield changes
     path = Path(os.environ.get("CKPTCONV_CHANGES", tmp_path_factory.getbasetemp() / "changes.json"))
@@ -217,8 +216,8 @@ def all_changes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Chang
 
 @pytest.fixture(scope="module", params=["pt to pt", "pt to safetensors", "safetensors to pt", "shards to pt"])
 def reading(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reading:
-    """A conversion that lets the kernel copy, one with threads that read beside it, one that reads
-    everything itself, one of several files.
+    """Return a conversion: one in which the kernel copies, one whose threads also read, one that reads all bytes
+    itself, or one of several files.
     """
     folder = tmp_path_factory.mktemp("changing")
     weights = {f"w{i}": torch.randn(30_000) for i in range(2)}
@@ -241,9 +240,10 @@ def reading(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_an_input_that_changes_at_any_moment(reading: Reading, all_changes: list[Change]) -> None:
-    """Truncated, emptied, overwritten or longer before all of it was copied: an error in one line, and the old output.
+    """An input that is truncated, emptied, overwritten or extended before it is copied completely is an error in one
+    line, and the old output stays.
 
-    Replaced or deleted: the output of what was there. Never a signal, never anything else.
+    If the input is replaced or deleted, the output is that of the original input.
     """
     tasks = [(how, moment) for how in CHANGES for moment in reading.moments]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -256,7 +256,7 @@ def test_an_input_that_changes_at_any_moment(reading: Reading, all_changes: list
 
 
 def test_there_are_enough_changes(all_changes: list[Change]) -> None:
-    """Two hundred at least, no two the same, if all kinds were asked for."""
+    """At least two hundred changes were tested if all kinds of conversion ran, and no two changes are equal."""
     distinct = {(each.conversion, each.how, each.call, each.number) for each in all_changes}
     assert len(distinct) == len(all_changes)
     if len({each.conversion for each in all_changes}) == 4:

@@ -1,4 +1,6 @@
-"""The table of what libraries lend covers Python, torch and what it needs; gadgets do what they are said to."""
+"""The table of dangerous names covers Python, torch and its dependencies, and each gadget does the harm that it
+claims.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ LOAD = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])))"
 
 
 @pytest.mark.skipif(make.PYTHON not in make.read_table().pythons, reason="the table was made with other Pythons")
-def test_it_covers_them() -> None:
-    """Made again with all that is here, the table has nothing that the one in the package has not."""
+def test_table_is_complete() -> None:
+    """A new walk over the installed packages adds no name to the table in the package."""
     assert make.read_table().add(make.walked(make.STDLIB, make.PACKAGES)) == []
 
 
 @pytest.mark.parametrize("name", [name for name, gadget in GADGETS.items() if gadget.effect != "fetched"])
 def test_gadgets_do_harm(tmp_path: Path, name: str) -> None:
-    """Loaded as nobody should load it, in a folder of its own, each writes its marker or reads the file there."""
+    """Each gadget, loaded with pickle in a separate folder, writes its marker or reads the file there."""
     gadget = GADGETS[name]
     if sys.version_info[:2] > gadget.python or not all(map(find_spec, gadget.needs)):
         pytest.skip("this Python or a package that is here has it no more")

@@ -1,4 +1,4 @@
-"""Runs of several processes load what is written here: DCP folders, and optimizers by names, with FSDP2."""
+"""Runs of several processes with FSDP2 load the output: DCP folders, and optimizers by names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_fsdp2_loads_it(tmp_path: Path, processes: int, ranks: int) -> None:
-    """A model and its optimizer by names, each tensor in parts of other sizes than those that the run has."""
+    """FSDP2 loads a DCP folder with a model and its optimizer by names. The number of written ranks differs from the
+    number of processes.
+    """
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
     optimizer = torch.optim.Adam(model.parameters())
@@ -104,8 +106,9 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("regrouped", [False, True])
 def test_fsdp2_takes_an_optimizer_by_names(tmp_path: Path, regrouped: bool) -> None:
-    """``set_optimizer_state_dict`` of two processes takes it, and the next losses are those of one process that torch
-    did not interrupt: with the names of an optimizer by numbers, and of one whose weights were stored in parts.
+    """``set_optimizer_state_dict`` of two processes accepts the converted optimizer, and the next losses equal those of
+    an uninterrupted single process. The input optimizer is keyed by numbers, and one of the models stores a weight in
+    parts.
     """
 
     class Parted(torch.nn.Module):

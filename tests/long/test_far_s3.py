@@ -1,4 +1,4 @@
-"""A real store that speaks S3: sources, uploads that are there whole or not at all, and copies within the store."""
+"""A real store that speaks S3: sources, uploads that appear completely or not at all, and copies within the store."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One state dict in each format, large enough for several parts."""
+    """Return a folder with one state dict in each format, large enough for several parts."""
     return state_dicts(tmp_path_factory.mktemp("here"), 6 * MIB)
 
 
 def state_dicts(folder: Path, size: int) -> Path:
-    """`folder` with a state dict of six tensors of `size` bytes in each format."""
+    """Write a state dict of six tensors of `size` bytes in each format to `folder`, and return `folder`."""
     state = {f"module.layer.{i}": torch.rand(size // 4) for i in range(6)}
     torch.save(state, folder / "zip.pt")
     torch.save(state, folder / "legacy.pt", _use_new_zipfile_serialization=False)
@@ -42,7 +42,7 @@ def state_dicts(folder: Path, size: int) -> Path:
 
 @pytest.fixture(scope="module")
 def store(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """A store that has these files."""
+    """Yield a store that contains the files of `folder`."""
     with running_store(tmp_path_factory.mktemp("store")) as store:
         for name in KINDS:
             store.put(name, (folder / name).read_bytes())
@@ -55,7 +55,7 @@ def url(key: str) -> str:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_sources(name: str, store: Store, folder: Path, tmp_path: Path) -> None:
-    """Every command says of the object what it says of the file."""
+    """An object is inspected, verified, compared and converted like the local file."""
     assert ckptconv.inspect(url(name)).tensors == ckptconv.inspect(folder / name).tensors
     assert ckptconv.verify(url(name)).ok
     assert ckptconv.diff(url(name), folder / name, full=True).same
@@ -64,7 +64,7 @@ def test_sources(name: str, store: Store, folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_not_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object, a bucket, permission."""
+    """A missing object or bucket is a MissingInputError. An empty object and a refused request are errors too."""
     for missing in (url("none.pt"), "s3://nobucket/none.pt"):
         with pytest.raises(MissingInputError):
             ckptconv.inspect(missing)
@@ -83,7 +83,7 @@ def test_what_is_not_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_targets(
     is_far: bool, name: str, out: str, options: dict[str, str], store: Store, folder: Path, tmp_path: Path
 ) -> None:
-    """The object has the bytes that the file here would have; no upload stays open."""
+    """A converted object has the same bytes as a converted local file, and no upload stays open."""
     key = f"{is_far}-{name}-{options}/{out}"
     ckptconv.convert(folder / name, tmp_path / out, **options)
     report = ckptconv.convert(url(name) if is_far else folder / name, url(key), **options)
@@ -95,7 +95,9 @@ def test_targets(
 def test_a_retag_within_the_store_sends_five_mebibytes(
     store: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted on the line, both ways together: the first part, and the headers."""
+    """A retag within the store transfers only the first part of 5 MiB in each direction, and headers: at most 12 MiB in
+    total. S3 copies the rest.
+    """
     state = {f"layer.{i}": torch.rand(8 * MIB) for i in range(4)}
     torch.save(state, tmp_path / "large.pt")
     store.put("large.pt", (tmp_path / "large.pt").read_bytes())
@@ -110,7 +112,7 @@ def test_a_retag_within_the_store_sends_five_mebibytes(
 
 
 def test_a_dry_run_says_what_it_takes(store: Store, command: Command) -> None:
-    """Parts, and bytes here and there; nothing is written."""
+    """A dry run reports the requests, and the bytes that are sent and copied. Nothing is written."""
     command("convert", url("zip.pt"), url("dry.pt"), "--to", "cuda:1", "-n", out=["sent from here", "copied within S3"])
     words = ["--to", "cuda:1", "-n", "--verify", "--max-shard-size", "14MB", "--format", "safetensors"]
     command("convert", url("zip.pt"), url("dry/"), *words, out=["requests: ", "sent from here", "is read back"])
@@ -121,7 +123,7 @@ def test_a_dry_run_says_what_it_takes(store: Store, command: Command) -> None:
 
 
 def test_an_object_that_is_there(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
-    """It stays without --force: also one that appears while the parts are on their way."""
+    """An existing object stays without ``--force``, also one that appears during the upload."""
     store.put("there.pt", b"old")
     with pytest.raises(TargetExistsError):
         ckptconv.convert(folder / "zip.pt", url("there.pt"))
@@ -140,7 +142,9 @@ def test_an_object_that_is_there(store: Store, folder: Path, monkeypatch: pytest
 def test_it_is_read_back(
     words: tuple[str, str], store: Store, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    """Each byte of the output, when it is there. What differs is said, stays, and can be written again."""
+    """With ``--verify`` the output is read back. If it differs, the command fails with a hint to ``--force``, and the
+    object stays.
+    """
     bad = url(f"back/{words[1]}.pt")
     made = calls(monkeypatch, lambda *_: None)
     command("convert", url("zip.pt"), url(f"back/good-{words[1]}.pt"), "--verify", *words, err="the output read back")
@@ -153,7 +157,7 @@ def test_it_is_read_back(
 
 
 def read_wrongly(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    """Have the last byte of each answer about an object be another one, if `wrong` stands in its URL."""
+    """Change the last byte of each response about an object whose URL contains `wrong`."""
     from ckptconv.stores.requests import Answer
     from ckptconv.stores.s3 import S3Transport
 
@@ -169,7 +173,9 @@ def read_wrongly(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
 
 
 def test_what_is_read_back_is_not_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody replaced or deleted it in that moment: no word of ours about their object, and it stays."""
+    """If another process replaces or deletes the object before it is read back, the error says so, and a replaced
+    object stays.
+    """
     from ckptconv.stores import uploads
 
     def replace(data: bytes | None) -> Any:
@@ -189,7 +195,9 @@ def test_what_is_read_back_is_not_there(store: Store, monkeypatch: pytest.Monkey
 
 
 def test_a_set_is_read_back(store: Store) -> None:
-    """Its shards before the index appears: where one differs nothing is left. And what was saved from memory."""
+    """The shards of a set are read back before the index appears. If a shard differs, nothing is left. The output of
+    ``save`` is read back too.
+    """
     how = {"max_shard_size": "14MB", "format": "safetensors", "verify": True}
     with pytest.MonkeyPatch.context() as patch:
         read_wrongly(patch, "backset/model-00001")
@@ -205,14 +213,16 @@ def test_a_set_is_read_back(store: Store) -> None:
 
 
 def test_onto_itself(store: Store, folder: Path) -> None:
-    """With --force, as for a file."""
+    """With ``force`` an object can be converted onto itself, like a file."""
     store.put("self.pt", (folder / "zip.pt").read_bytes())
     ckptconv.convert(url("self.pt"), url("self.pt"), map_location="cuda:1", force=True)
     assert set(ckptconv.inspect(url("self.pt")).devices) == {"cuda:1"}
 
 
 def test_a_source_that_changes_meanwhile(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store compares the ETag of what it copies."""
+    """A source that changes during a copy within the store is an error, because the store compares the ETag. No output
+    and no upload is left.
+    """
     store.put("moving.pt", (folder / "zip.pt").read_bytes())
     made = calls(monkeypatch, lambda name, _: name == "UploadPartCopy" and store.put("moving.pt", b"another"))
     with pytest.raises(CkptconvError):
@@ -223,7 +233,9 @@ def test_a_source_that_changes_meanwhile(store: Store, folder: Path, monkeypatch
 
 
 def calls(monkeypatch: pytest.MonkeyPatch, before: Any) -> list[str]:
-    """The names of the requests that are made from now on, for each of which `before` is called with its number."""
+    """Return a list that collects the names of all further requests. `before` is called with the name and the number of
+    each request.
+    """
     from botocore.client import BaseClient
 
     original = BaseClient._make_api_call
@@ -240,7 +252,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, before: Any) -> list[str]:
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, "refused", "line"])
 def test_a_fault_at_every_request(fault: Any, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever fails: the old object as it was, and no open upload."""
+    """If any request fails, the old object is unchanged, and no upload stays open."""
     from botocore.exceptions import ClientError, EndpointConnectionError
 
     monkeypatch.setattr(POLICY, "backoff", 0.001)
@@ -292,7 +304,9 @@ _SET_KILLED = (
 
 @pytest.mark.parametrize("number", [1, 3, 6, 8, 10])
 def test_killed_at_a_request(number: int, store: Store) -> None:
-    """The old object stays; an upload can stay open, which nothing sees that reads the folder."""
+    """If the process is killed, the old object stays. An upload can stay open, but readers of the folder do not
+    see it.
+    """
     store.put("killed/old.pt", b"old")
     words = [sys.executable, "-c", _KILLED, url("zip.pt"), url("killed/old.pt"), str(number)]
     assert subprocess.run(words, capture_output=True).returncode == -9
@@ -302,13 +316,15 @@ def test_killed_at_a_request(number: int, store: Store) -> None:
 
 
 def abort_all(store: Store) -> None:
-    """End the uploads that a killed process has left."""
+    """Abort the uploads that a killed process has left."""
     for each in store.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ()):
         store.client.abort_multipart_upload(Bucket=BUCKET, Key=each["Key"], UploadId=each["UploadId"])
 
 
 def test_several_at_once(store: Store, folder: Path, command: Command) -> None:
-    """Several files go to a prefix under their own names; sets do not."""
+    """One or several files are written to a prefix under their own names. An existing output is skipped or is
+    an error.
+    """
     ckptconv.convert(folder / "zip.pt", url("prefix/"), map_location="cpu")
     assert store.keys("prefix/") == ["prefix/zip.pt"]
     words = [url("zip.pt"), folder / "s.safetensors", url("many/"), "--to", "cuda:1", "--format", "pt"]
@@ -319,7 +335,9 @@ def test_several_at_once(store: Store, folder: Path, command: Command) -> None:
 
 
 def test_a_set_appears_whole(store: Store, folder: Path, tmp_path: Path) -> None:
-    """The index comes last; with --force an old set goes, and nothing else that stands beside it."""
+    """With ``force`` a set replaces an old set and leaves other objects in the folder. Without it, the old set is an
+    error.
+    """
     near = tmp_path / "near"
     for size in ("7MB", "99MB", "14MB"):
         ckptconv.convert(folder / "zip.pt", near, max_shard_size=size, format="safetensors", force=True)
@@ -335,12 +353,12 @@ def test_a_set_appears_whole(store: Store, folder: Path, tmp_path: Path) -> None
     assert store.uploads() == []
 
 
-SETS = {"new": None, "same names": "14MB", "other names": "20MB"}  # the shards of the set that is there before
+SETS = {"new": None, "same names": "14MB", "other names": "20MB"}  # the size of the shards of the old set
 _HOW: Any = {"max_shard_size": "14MB", "strip_prefix": "module.", "force": True}
 
 
 class Sets:
-    """A set that is there, and one that takes its place; and whether who goes by an index sees one of them, whole."""
+    """An old set and the new set that replaces it. The methods check that an index always belongs to a complete set."""
 
     def __init__(self, kind: str, store: Store, folder: Path) -> None:
         self.store, self.prefix = store, f"sets/{kind}/"
@@ -354,14 +372,14 @@ class Sets:
         return {each.name: each.read_bytes() for each in near.iterdir()}
 
     def reset(self) -> None:
-        """Let the old one be there, and nothing else."""
+        """Restore the old set, and delete everything else."""
         for key in self.store.keys(self.prefix):
             self.store.client.delete_object(Bucket=BUCKET, Key=key)
         for name, data in self.old.items():
             self.store.put(self.prefix + name, data)
 
     def seen(self) -> dict[str, bytes]:
-        """What is there: an index among it names shards of its own set, all of which are there."""
+        """Return the objects of the folder. Fail if an index is present and a shard of its set is missing."""
         there = {key[len(self.prefix) :]: self.store.get(key) for key in self.store.keys(self.prefix)}
         for name in there:
             if name.endswith(".json"):
@@ -372,7 +390,9 @@ class Sets:
 
 @pytest.mark.parametrize("kind", SETS)
 def test_a_set_and_a_fault_at_every_request(kind: str, store: Store, tmp_path: Path) -> None:
-    """Whichever fails: no open upload, and of a new set nothing. Before any new shard is there the old set is."""
+    """If any request fails, no upload stays open. The old set stays, unless the error says that the new set is there or
+    that the old index is gone.
+    """
     sets = Sets(kind, store, tmp_path)
     gone = 0
     for number in sampled(range(1, 100)):
@@ -395,7 +415,7 @@ def test_a_set_and_a_fault_at_every_request(kind: str, store: Store, tmp_path: P
 
 
 def set_with_a_fault(number: int, sets: Sets) -> str | None:
-    """What is said where the request of this `number` is refused; None where there are not so many."""
+    """Return the error message if the request `number` fails. Return None if fewer requests are sent."""
     from botocore.exceptions import ClientError
 
     seen: list[str] = []
@@ -417,14 +437,18 @@ def set_with_a_fault(number: int, sets: Sets) -> str | None:
 @pytest.mark.parametrize("theirs", [170, 250], ids=["their shards are called like ours", "otherwise"])
 @pytest.mark.parametrize("old", [170, 250, 90], ids=["as ours", "as the other's", "otherwise"])
 def test_two_that_replace_one_set(old: int, theirs: int, store: Store, tmp_path: Path) -> None:
-    """Theirs stays whole and we say that it is there, or ours takes its place."""
+    """If a second conversion replaces the same set during a conversion, the set of the index is complete. If it is the
+    set of the first conversion, that conversion reports no error.
+    """
     two_that_replace_one_set(range(1, 100), old, theirs, store, tmp_path)
 
 
 def two_that_replace_one_set(numbers: Sequence[int], old: int, theirs: int, store: Store, tmp_path: Path) -> None:
-    """Convert to a set with shards of `old` bytes; before the request of ours that has one of the `numbers` somebody
-    else does the same, with shards of `theirs`. Not where we have just asked whether a file to be deleted is the old
-    one: the store has no answer to that.
+    """Convert to a set with shards of `old` bytes. Before the request with one of the `numbers`, another conversion
+    writes a set with shards of `theirs` bytes.
+
+    The other conversion never comes between the check whether a file is old and its deletion, because the store has no
+    protection against that.
     """
     ckptconv.save({f"module.{i}": torch.full((20,), float(i)) for i in range(6)}, tmp_path / "small.pt")
     prefix = f"both/{old}-{theirs}/"
@@ -460,12 +484,14 @@ def two_that_replace_one_set(numbers: Sequence[int], old: int, theirs: int, stor
         if not came:
             break
     assert any("another process has written to this folder meanwhile" in each for each in said)
-    assert whole is ours and number > 15  # nobody came
+    assert whole is ours and number > 15  # in the last round the other conversion did not run
 
 
 @pytest.mark.parametrize("kind", SETS)
 def test_a_set_killed_at_every_request(kind: str, store: Store, tmp_path: Path) -> None:
-    """Who goes by the index sees the old set or the new one, whole, or there is none; the folder can be read."""
+    """If the process is killed at any request, an index belongs to a complete old or new set, or there is no index. The
+    set of an index can be inspected.
+    """
     sets = Sets(kind, store, tmp_path)
     without = 0
     for number in range(1, 100):
@@ -485,7 +511,9 @@ def test_a_set_killed_at_every_request(kind: str, store: Store, tmp_path: Path) 
 
 
 def test_saving(store: Store) -> None:
-    """What is in memory goes there too, in either format, and replaces what is there as a file here is replaced."""
+    """``save`` writes to the store in both formats and replaces an existing object. With ``force=False`` an existing
+    object is an error.
+    """
     state = {"a": torch.arange(10), "b": torch.ones(3)}
     for name in ("saved.pt", "saved.safetensors", "saved.pt"):
         report = ckptconv.save(state, url(name), verify=True)

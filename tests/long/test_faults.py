@@ -1,7 +1,8 @@
-"""A fault at every system call by which a conversion changes a disk, injected by strace: each
-kind of conversion, each kind of fault.
+"""A fault at every system call with which a conversion changes a disk. strace injects each kind of fault into each kind
+of conversion.
 
-Every point, with what became of it, goes into a JSON: where CKPTCONV_POINTS says, else beside the run.
+A JSON file contains the outcome of each point. CKPTCONV_POINTS names it; the default is a file in the temporary folder
+of the run.
 """
 
 from __future__ import annotations
@@ -35,27 +36,27 @@ KINDS = (
     "two files to folder",
     "two processes",
 )
-#: The command, where every file counts as one that is large beside the available memory.
+#: The command, which treats every file as large compared to the available memory.
 DIRECT = (
     "-c",
     "from ckptconv.output import direct_writes as d; d.available_memory = lambda: 0\n"
     "d._LEAST = 0\nfrom ckptconv.cli.main import main\nraise SystemExit(main())",
 )
 ALL = (*ERRORS, *SIGNALS)
-#: Where a run takes seconds: with an old output, and without.
+#: Faults of conversions that take seconds, with and without an old output.
 FEW = {"old": ("error=EIO", "signal=SIGINT", "signal=SIGKILL"), "absent": ("error=EIO",)}
 LEAST = 1000
 
 
 def a_set(folder: Path) -> Path:
-    """A model in two shards, and its optimizer."""
+    """Write a model in two shards and its optimizer to `folder`, and return `folder`."""
     sharded(folder, {"w1": torch.randn(5000)}, {"w2": torch.randn(5000)})
     torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
     return folder
 
 
 def make(kind: str, folder: Path, fixtures: Path, before: Content) -> Conversion:
-    """The conversion of this `kind`, in `folder`."""
+    """Return the conversion of this `kind`, in `folder`."""
     to_cpu = ("--to", "cpu")
     runs = folder / "runs"
     src = fixtures / "training.pt"
@@ -87,7 +88,7 @@ def make(kind: str, folder: Path, fixtures: Path, before: Content) -> Conversion
         flags = (*to_cpu, "-j", "1")
         return Conversion(kind, runs, srcs, ["new/a.pt", "new/b.pt"], before, flags, dst="new/", threads=True)
     calls = [(call, 1) for call in ("fallocate", "copy_file_range", "pwrite64", "fsync")] + [("fsync", 2)]
-    if before is not None:  # else a link, which the process that has started them makes too
+    if before is not None:  # without an old output the name is a link, which the parent process makes too
         calls.append(("rename", 1))
     return Conversion(
         kind, runs, srcs, ["a.pt", "b.pt"], before, (*to_cpu, "-j", "2"), dst="", processes=True, calls=calls
@@ -100,14 +101,14 @@ def make(kind: str, folder: Path, fixtures: Path, before: Content) -> Conversion
     ids=lambda param: "-".join(param).replace(" ", "_"),
 )
 def conversion(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fixtures: Path) -> Conversion:
-    """One of each kind, with nothing at its target, and with an old output."""
+    """Return one conversion for each kind, with and without an old output at its target."""
     kind, before = request.param
     return make(kind, tmp_path_factory.mktemp("faults"), fixtures, None if before == "absent" else OLD)
 
 
 @pytest.fixture(scope="module")
 def all_points(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Point]]:
-    """What became of every conversion; written down in the end."""
+    """Yield a list for the outcomes of all points, and write it to a file at the end."""
     points: list[Point] = []
     yield points
     path = Path(os.environ.get("CKPTCONV_POINTS", tmp_path_factory.getbasetemp() / "points.json"))
@@ -116,11 +117,11 @@ def all_points(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Point]
 
 
 def test_every_fault_at_every_call(conversion: Conversion, all_points: list[Point]) -> None:
-    """Whichever write-side call fails or is the last: old output or new, exit 0 only with the new one, no temporary but
-    of a process that was killed, one line.
+    """After a fault or a kill at any write-side call, the target is the complete old or new output. Exit status 0 means
+    the new one, and an error is one line. A temporary file is left only after a kill or a failed removal.
     """
     faults = FEW["absent" if conversion.before is None else "old"] if conversion.threads else ALL
-    if conversion.processes:  # of which Ctrl-C is not for those that write
+    if conversion.processes:  # Ctrl-C is for the parent process
         faults = tuple(fault for fault in ALL if fault != "signal=SIGINT")
     points = conversion.points(faults)
     assert len({(point.call, point.number, point.fault) for point in points}) == len(points) >= 10
@@ -130,16 +131,17 @@ def test_every_fault_at_every_call(conversion: Conversion, all_points: list[Poin
 
 
 def test_the_order_of_calls(conversion: Conversion) -> None:
-    """Bytes, their fsync, the name, the fsync of the folder: after a loss of power the name has whole bytes after it.
+    """The bytes are synced before the file gets its name, and the folder of the name is synced afterwards. A name
+    therefore has complete bytes after a loss of power.
 
-    Of a folder, all files and the names in it are synced before it gets its name.
+    All files of a folder and their names are synced before the folder gets its name.
     """
     assert conversion.undurable() == []
 
 
 def test_every_fsync_is_needed(conversion: Conversion, tmp_path: Path) -> None:
-    """In a copy of ckptconv that leaves out the fsync of files, or that of folders, the order of calls is found to be
-    wrong: the test above sees what is missing.
+    """If a copy of ckptconv omits the fsync of files or of folders, ``undurable`` reports it. This is the control for
+    ``test_the_order_of_calls``.
     """
     found = []
     for what, name, step in [
@@ -159,7 +161,7 @@ def test_every_fsync_is_needed(conversion: Conversion, tmp_path: Path) -> None:
 
 
 def test_there_are_enough_points(all_points: list[Point], request: pytest.FixtureRequest) -> None:
-    """A thousand at least, no two the same, if all kinds were asked for."""
+    """At least a thousand points were tested if all kinds of conversion ran, and no two points are equal."""
     distinct = {(point.conversion, point.before, point.call, point.number, point.fault) for point in all_points}
     assert len(distinct) == len(all_points)
     if {point.conversion for point in all_points} == set(KINDS):

@@ -1,5 +1,5 @@
-"""Disks that are full: real ones, of every size from one on which nothing fits to one on which all just fits; and those
-that promise more than they have.
+"""Full disks: real disks of every size from too small to just large enough, and disks with less space than they
+report.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 
 def disk_of(folder: Path, size: int, *options: str) -> AbstractContextManager[Path]:
-    """A disk of `size` bytes, in memory, in `folder`; `options` are those of ``mount``."""
+    """Mount a disk of `size` bytes in memory in `folder`. `options` are options of ``mount``."""
     return mounted(folder / "disk", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs")
 
 
 def pages(content: Content) -> int:
-    """How many a disk in memory needs for `content`."""
+    """Return the number of pages that a disk in memory needs for `content`."""
     files = content.values() if isinstance(content, dict) else [content or b""]
     return sum(-(-len(data) // PAGE) for data in files)
 
 
 def sizes(needed: int) -> list[int]:
-    """Twenty numbers of free pages: none, one, ..., all but one, as many as are `needed`."""
+    """Return twenty numbers of free pages from 0 to `needed`, including 1 and `needed` - 1."""
     between = {round(needed * i / (SIZES - 3)) for i in range(1, SIZES - 3)}
     found = sorted({0, 1, needed - 1, needed, *between})
     assert len(found) == SIZES
@@ -60,7 +60,7 @@ def command(src: Path, target: Path, *flags: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 300 KB in tensors of 30."""
+    """Return a checkpoint of 300 KB in tensors of 30 KB."""
     path = tmp_path_factory.mktemp("src") / "src.pt"
     torch.save({f"w{i}": torch.randn(7500) for i in range(10)}, path)
     return path
@@ -69,15 +69,19 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(
     done: subprocess.CompletedProcess[str], disk: Path, name: str, old: Content, new: Content, *, fits: bool
 ) -> None:
-    """The new one where it `fits`; else the old one, nothing beside it, and one line."""
+    """Fail unless `disk` contains only the new output if it `fits`, and otherwise the old output with an error in one
+    line.
+    """
     assert os.listdir(disk) == [name]
     assert content_of(disk / name) == (new if fits else old)
     assert (done.returncode, done.stderr.count("ckptconv: ")) == ((0, 0) if fits else (1, 1)), done
 
 
-#: A filesystem that reserves space which it has not: strace makes ``fallocate`` say so.
+#: Simulates a filesystem that reserves space which it does not have: strace lets ``fallocate`` succeed without an
+#: effect.
 LIES = ("strace", "-f", "-o", "/dev/null", "-e", "trace=fallocate", "-e", "inject=fallocate:retval=0")
-#: What is converted how, to what, on which disk; and what is said where it does not fit.
+#: The wrapper of the command, its flags, the name of the output, the old output, and the error if the disk is too
+#: small.
 DISKS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, Content, str]] = {
     "to a file": ((), ("--to", "cpu"), "dst.pt", OLD, "not enough free space"),
     "verified": ((), ("--to", "cuda:1", "--verify"), "dst.pt", OLD, "not enough free space"),
@@ -91,9 +95,8 @@ DISKS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, Content, str]] = {
 
 @pytest.mark.parametrize("case", DISKS)
 def test_every_size_of_a_disk(src: Path, tmp_path: Path, case: str) -> None:
-    """On twenty disks, from one where nothing fits to one where all but a page does: that there is too little space is
-    said in one line, with the old output intact, and of a set of shards nothing appears. On one where all just fits it
-    is the new one.
+    """On each of twenty disks, too little space is an error in one line, and the old output is intact. No part of a set
+    of shards appears. A disk with just enough space contains the new output.
     """
     before, flags, name, old, words = DISKS[case]
     if before and not shutil.which("strace"):
@@ -112,8 +115,8 @@ def test_every_size_of_a_disk(src: Path, tmp_path: Path, case: str) -> None:
 @pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 5])
 def test_somebody_else_takes_the_space(src: Path, tmp_path: Path, shards: int) -> None:
-    """Space that was there when a folder was begun, and is another's after so many of its
-    shards: one line, and the old folder.
+    """If another process takes the free space while a set of shards is written, the conversion fails with one line, and
+    the old folder stays.
     """
     delay = f"inject=fsync:delay_enter=1000000:when={shards}"
     slow = ["strace", "-f", "-o", "/dev/null", "-e", "trace=fsync", "-e", delay]
@@ -138,15 +141,15 @@ def test_somebody_else_takes_the_space(src: Path, tmp_path: Path, shards: int) -
 
 
 def fill_up(path: Path) -> None:
-    """Take all the space that there is, with a file at `path`."""
+    """Use all free space of the disk with a file at `path`."""
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(PAGE))
 
 
-def test_a_disk_that_is_less_than_it_says(src: Path, tmp_path: Path) -> None:
-    """A filesystem on a disk that has no more blocks to give (thin provisioning: a loop device on a sparse file):
-    writing fails in the end, at fsync; one line, and the old output.
+def test_disk_smaller_than_it_reports(src: Path, tmp_path: Path) -> None:
+    """On a filesystem whose device has no more blocks (a loop device on a sparse file, as with thin provisioning),
+    writing fails at the end, at fsync. The error is one line, and the old output stays.
     """
     with disk_of(tmp_path, 1 << 20) as thin:
         with (thin / "image").open("wb") as file:
@@ -168,7 +171,7 @@ def test_a_disk_that_is_less_than_it_says(src: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_where_there_is_too_little_space(src: Path, tmp_path: Path) -> None:
-    """That the disk is too small is said before the first byte."""
+    """A disk that is too small is reported before the first byte is written."""
     with disk_of(tmp_path, 64 * PAGE) as disk:
         counts: list[int] = []
         with pytest.raises(OutputError, match="not enough free space"):
@@ -177,7 +180,9 @@ def test_nothing_is_written_where_there_is_too_little_space(src: Path, tmp_path:
 
 
 def test_a_disk_of_another_kind(src: Path, tmp_path: Path) -> None:
-    """From disk to memory, where the kernel may not copy between files, comes the same as on the disk."""
+    """A conversion from a disk to memory, between which the kernel cannot copy, gives the same output as a conversion
+    on the disk.
+    """
     with disk_of(tmp_path, 4 << 20) as disk:
         convert(src, disk / "dst.pt", map_location="cuda:1")
         convert(src, tmp_path / "here.pt", map_location="cuda:1")
@@ -185,7 +190,7 @@ def test_a_disk_of_another_kind(src: Path, tmp_path: Path) -> None:
 
 
 def test_a_disk_without_room_for_a_name(src: Path, tmp_path: Path) -> None:
-    """A disk that has space, but no place for one more file, says so in one line."""
+    """A disk with free space but without a free inode is an error in one line, and the old output stays."""
     with disk_of(tmp_path, 4 << 20, "nr_inodes=2") as at:
         (at / "dst.pt").write_bytes(OLD)
         done = subprocess.run(command(src, at / "dst.pt", "--to", "cpu"), capture_output=True, text=True)
@@ -193,7 +198,7 @@ def test_a_disk_without_room_for_a_name(src: Path, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_read_only(src: Path, tmp_path: Path) -> None:
-    """Where nothing may be written, that is said in one line, for a file and for a folder."""
+    """A read-only disk is an error in one line for a file and for a folder."""
     with disk_of(tmp_path, 4 << 20) as disk:
         (disk / "dst.pt").write_bytes(OLD)
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
@@ -206,7 +211,9 @@ def test_a_disk_that_is_read_only(src: Path, tmp_path: Path) -> None:
 
 
 def test_a_limit_on_the_size_of_files(src: Path, tmp_path: Path) -> None:
-    """A process that may write no more than 128 KB to a file says so in one line and leaves nothing."""
+    """A process with a limit of 128 KB on file sizes fails with one line. The old output stays, and no other file is
+    left.
+    """
     (tmp_path / "dst.pt").write_bytes(OLD)
     limited = ["bash", "-c", 'ulimit -f 128; exec "$@"', "bash", *command(src, tmp_path / "dst.pt", "--to", "cpu")]
     done = subprocess.run(limited, capture_output=True, text=True)

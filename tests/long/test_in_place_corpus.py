@@ -1,6 +1,7 @@
-"""Other people's checkpoints, and one of everything that people save, changed in place: how many take which way.
+"""Checkpoints of a public corpus and objects of the zoo, changed in place. A printed table shows how many are changed
+in which way.
 
-Each that does is what ``convert`` writes, torch is the judge, and ``undo`` gives every byte back. The table is printed.
+Each changed file equals the output of ``convert`` and loads equally in torch. ``undo`` restores every byte.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from ckptconv.byteranges.undo_journal import journal_path
 from tests.support.judge import assert_same, tags_of
 from tests.support.zoo import NEEDS_PROTOCOL, ZOO, save, tagging
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of what is deprecated or in beta
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch about deprecated and beta features
 
-#: What is asked for; a prefix to take off is one that the checkpoint has.
+#: The edits. The removed prefix is one that the checkpoint contains.
 EDITS: dict[str, dict[str, Any]] = {
     "--to cuda:1": {"map_location": "cuda:1"},
     "--to cpu": {"map_location": "cpu"},
@@ -41,20 +42,20 @@ WAYS = ("same size", "appended", "nothing", "none")
 
 
 def corpus_files(corpus: Path) -> Iterator[tuple[str, Path]]:
-    """The container and the path of each checkpoint of other people."""
+    """Yield the container and the path of each checkpoint of the corpus."""
     with (corpus / "manifest.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             yield row["container"], corpus / row["path"]
 
 
 def zoo_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The container and the path of each object of the zoo, in each format that can hold it."""
+    """Yield the container and the path of each object of the zoo, in each format that can store it."""
     for name, build in ZOO.items():
         protocol = NEEDS_PROTOCOL.get(name, 2)
         for container, path in (("zip", folder / f"{name}.pt"), ("legacy", folder / f"{name}.legacy.pt")):
             try:
                 save(build(), path, pickle_protocol=protocol, _use_new_zipfile_serialization=container == "zip")
-            except Exception:  # the older format cannot hold everything
+            except Exception:  # the older format cannot store every object
                 continue
             yield container, path
         path = folder / f"{name}.pkl"
@@ -64,13 +65,13 @@ def zoo_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def loads(path: Path, *, safely: bool) -> Any:
-    """What torch or safetensors loads, with the tags of storages; None where it does not.
+    """Return the object that torch or safetensors loads, with the location tags, or None if it does not load.
 
-    What other people pickled is loaded by torch's safe loader or not at all.
+    If `safely` is true, only torch's safe loader is used, because the files come from other people.
     """
     try:
         if path.suffix == ".safetensors":
-            return sorted(load_file(path).items())  # in the order of the bytes, which stays as it is
+            return sorted(load_file(path).items())  # sorted, because the order of the bytes does not change
         if path.suffix == ".pkl" and not safely:
             with mock.patch("torch.storage._load_from_bytes", lambda data: tags_of(io.BytesIO(data))[0]):
                 return pickle.loads(path.read_bytes())
@@ -80,7 +81,7 @@ def loads(path: Path, *, safely: bool) -> Any:
 
 
 def prefix_in(path: Path) -> str | None:
-    """What most names in the state dicts begin with."""
+    """Return the most common prefix of the names in the state dicts of `path`."""
     counts: Counter[str] = Counter()
     for found in ckptconv.inspect(path).state_dicts:
         counts.update(found.prefixes)
@@ -88,8 +89,8 @@ def prefix_in(path: Path) -> str | None:
 
 
 def way_of(path: Path, copy: Path, edits: dict[str, Any], *, safely: bool) -> str | None:
-    """Which way `path` takes, if `edits` can be made of it at all; it must be what converting `copy` gives, and be
-    itself again after undo.
+    """Change `path` in place and return the way of the change, or None if `edits` do not apply. Fail unless the result
+    equals the conversion of `copy`, and ``undo`` restores `path`.
     """
     converted = copy.with_name("converted" + copy.suffix)
     try:
@@ -108,7 +109,7 @@ def way_of(path: Path, copy: Path, edits: dict[str, Any], *, safely: bool) -> st
     difference = ckptconv.diff(path, converted)
     assert difference.same, (path, edits, difference)
     assert ckptconv.inspect(path).devices == ckptconv.inspect(converted).devices
-    # torch writes a few files that it cannot read, and convert makes another format of them.
+    # torch writes a few files that it cannot read, and convert changes their format.
     wanted = None if loads(copy, safely=safely) is None else loads(converted, safely=safely)
     if wanted is not None:
         assert_same(loads(path, safely=safely), wanted)

@@ -1,7 +1,7 @@
-"""Faults at every write-side call of a change in place and of its undoing, which strace puts there.
+"""Faults at every write-side call of a change in place and of its undo. strace injects them.
 
-Afterwards the file is the old one, the new one, or one that torch and we refuse; and ``undo`` gives the old one back
-wherever the journal is hot.
+Afterwards the file is the old one, the new one, or one that torch and ckptconv refuse. If the journal is hot, ``undo``
+restores the old file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALLS = ("openat", "write", "pwrite64", "fsync", "rename", "ftruncate", "unlink"
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a checkpoint of some kind: the arguments of the command line before the file."""
+    """A change of a checkpoint of some kind: the arguments of the command before the file."""
 
     kind: str
     arguments: tuple[str, ...]
@@ -51,13 +51,13 @@ CHANGES = {
 
 
 def command(change: Change, path: Path) -> list[str]:
-    of_set = change.undoes and change.kind == "shards"  # by one of them; a folder of DCP by its name
+    of_set = change.undoes and change.kind == "shards"  # a set is undone by one of its shards, DCP by its folder
     target = path / next(iter(contents(path))) if of_set else path
     return [sys.executable, "-m", "ckptconv", *change.arguments, str(target)]
 
 
 def traced(change: Change, path: Path, *options: str) -> tuple[int, list[str]]:
-    """Run it under strace; its exit status, and what was traced."""
+    """Run the command of `change` under strace. Return its exit status and the traced lines."""
     log = path.parent / "strace.log"
     options = ("-f", "-y", "-o", str(log), "-e", f"trace={','.join(CALLS)}", *options)
     done = subprocess.run(["strace", *options, *command(change, path)], capture_output=True)
@@ -65,7 +65,7 @@ def traced(change: Change, path: Path, *options: str) -> tuple[int, list[str]]:
 
 
 def points(change: Change, path: Path) -> list[tuple[str, int]]:
-    """(call, its number among the calls of that name) of all that have to do with the folder of `path`."""
+    """Return the calls that affect the folder of `path`: each name, and its number among the calls of that name."""
     seen: dict[str, int] = {}
     found = []
     for line in traced(change, path)[1]:
@@ -78,7 +78,7 @@ def points(change: Change, path: Path) -> list[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def compiled() -> None:
-    """The interpreter's own calls are the same each time."""
+    """Compile the modules, so that the interpreter makes the same calls in each run."""
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(Path(ckptconv.__file__).parent)], check=False)
 
 
@@ -86,7 +86,7 @@ def compiled() -> None:
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_faults(change: Change, tmp_path: Path) -> None:
     sample = make(tmp_path / "sample", change.kind, tensors=20)
-    shutil.copytree(sample.parent, tmp_path / "kept")  # torch's older format says addresses: each file is another
+    shutil.copytree(sample.parent, tmp_path / "kept")  # torch's older format contains addresses, so each file differs
     old = contents(sample)
     first = next(each for each in CHANGES.values() if each.kind == change.kind and not each.undoes)
     subprocess.run(command(first if change.undoes else change, sample), check=True)
@@ -122,7 +122,7 @@ def test_faults(change: Change, tmp_path: Path) -> None:
 
 
 def judged(change: Change, path: Path, status: int, old: Contents, new: Contents) -> str | None:
-    """What must not be so after a fault."""
+    """Return what is wrong after a fault, or None."""
     if status == 0 and contents(path) != (old if change.undoes else new):
         return "success without the new bytes"
     return torn(path, old, new) or not_undone(path, old)

@@ -1,8 +1,8 @@
-"""Power that is lost while a checkpoint is changed in place and changed back, again and again, on a disk that forgets
-whatever was not flushed, and tears writes at sectors.
+"""Losses of power while a checkpoint is changed in place and undone repeatedly. The disk loses writes that were not
+flushed, and tears writes at sectors.
 
-Afterwards ``undo`` runs where the journal is hot: it is then one that stood there before. Needs root, a loop
-device and FUSE. CKPTCONV_CUTS: at how many moments.
+Afterwards ``undo`` runs if the journal is hot, and must restore an earlier state of the checkpoint. The tests need
+root, a loop device and FUSE. CKPTCONV_CUTS is the number of losses.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tests.support.recorded_disk import History
 
 __all__ = ["filesystem", "memory"]  # fixtures
 
-#: So many that a pickle has several blocks of the filesystem: half of it can be written.
+#: Enough tensors for a pickle of several filesystem blocks, so that a write can be incomplete.
 TENSORS = 200
 _CHANGE, _UNDO = ("convert", "-q", "--in-place"), ("undo", "-q")
 _OTHER_NAMES = (*_CHANGE, "--rename", "layer", "LAYER")
 _USUAL = (_OTHER_NAMES, _UNDO, _OTHER_NAMES, (*_CHANGE, "--no-undo", "--rename", "LAYER", "Layer"))
-#: What is done to a checkpoint of each kind, in turn.
+#: The commands that run on a checkpoint of each kind, in this order.
 STEPS = {
     **dict.fromkeys(KINDS, _USUAL),
     "zip": (
@@ -53,7 +53,7 @@ def write_journal(*args, write=in_place.write_journal, sync=in_place.calls.sync)
 in_place.write_journal = write_journal
 in_place.calls.sync_folder = lambda folder: None
 """
-#: No byte makes readers refuse what is half written.
+#: No poisoned byte makes readers refuse an incomplete change.
 NO_POISON = """from ckptconv.conversion import in_place
 made = in_place._journal
 import dataclasses
@@ -63,7 +63,7 @@ in_place._journal = lambda *args: dataclasses.replace(made(*args), poison=())
 
 @dataclass(frozen=True)
 class Step:
-    """What was done: how long the log was when it began and when it had ended, and the checkpoint afterwards."""
+    """A command: the length of the log at its start and end, and the checkpoint afterwards."""
 
     began: int
     ended: int
@@ -71,7 +71,9 @@ class Step:
 
 
 def history_of(folder: Path, filesystem: str, kind: str, program: str) -> tuple[History, str, list[Step]]:
-    """What the disk was told, the name of the checkpoint, and what was done, of which the first is that it was made."""
+    """Return the history of the disk, the name of the checkpoint, and the steps. The first step is the creation of the
+    checkpoint.
+    """
     image, before, log, at = folder / "image", folder / "before", folder / "log", folder / "mounted"
     options = make_filesystem(filesystem, image)
     at.mkdir()
@@ -88,7 +90,7 @@ def history_of(folder: Path, filesystem: str, kind: str, program: str) -> tuple[
 
 
 def what_is_wrong(path: Path, end: int, done: Sequence[Step]) -> str | None:
-    """What must not be at `path`, after the power was lost at `end` of the log."""
+    """Return what is wrong at `path` after the power was lost at `end` of the log, or None."""
     others = [name for name in os.listdir(path.parent) if name not in (path.name, "lost+found")]
     if [name for name in others if not is_own_file(name)]:
         return f"something is left: {others}"
@@ -98,8 +100,10 @@ def what_is_wrong(path: Path, end: int, done: Sequence[Step]) -> str | None:
 
 
 def cuts(folder: Path, filesystem: str, kind: str, change: str = "") -> Iterator[str | None]:
-    """What was wrong after each cut, where the program has that `change`: in the step that changes names of as many
-    bytes, of which there are more cuts then, as what can be torn is on its way for a moment alone.
+    """Yield what is wrong after each loss of power, or None, for a program with this `change`.
+
+    With a change, all losses occur in the step that changes names without changing their lengths. Ten times as many are
+    made, because a torn write lasts only a moment.
     """
     history, name, done = history_of(folder, filesystem, kind, PROGRAM.format(change=change))
     assert len({str(step.content) for step in done}) > 2
@@ -115,11 +119,15 @@ def cuts(folder: Path, filesystem: str, kind: str, change: str = "") -> Iterator
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_of_power(filesystem: str, kind: str, memory: Path) -> None:
-    """Whenever the power goes, the checkpoint is whole or refused, and undo gives the old one back."""
+    """After a loss of power at any moment, the checkpoint is complete or refused, and ``undo`` restores an earlier
+    state.
+    """
     assert [problem for problem in cuts(memory, filesystem, kind) if problem] == []
 
 
 @pytest.mark.parametrize("change", [NO_JOURNAL_SYNC, NO_POISON], ids=["no sync of the journal", "no poison"])
 def test_a_loss_of_power_is_seen(filesystem: str, memory: Path, change: str) -> None:
-    """The controls: without what protects it, a file is lost, and the test above sees it."""
+    """Without the sync of the journal, or without the poisoned byte, a file is lost and the check reports it. This is
+    the control.
+    """
     assert any(cuts(memory, filesystem, "zip", change))

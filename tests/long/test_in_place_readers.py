@@ -1,5 +1,5 @@
-"""Fifty processes read one checkpoint, or change it in place, all at once: no reader of ours gets a mixture, and none
-waits. torch, which knows of no locks, gets a file that is whole, or none.
+"""Fifty processes read a checkpoint or change it in place at the same time. No reader of ckptconv sees a mixture, and
+none waits. torch, which ignores locks, loads a complete file or none.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ READERS = ("inspect", "verify", "convert") * 8 + ("torch_load",) * 6
 WRITERS = ("write",) * 20
 TENSORS = 60
 
-#: Forks a process for each of its arguments but the first two (the checkpoint and the names), all ready before one
-#: goes on; a line of JSON for each of them: how often what happened.
+#: Forks a process for each argument after the checkpoint and the names. All start at the same time. Prints a line of
+#: JSON for each, with the number of each outcome.
 _CROWD = """
 import glob, json, os, random, sys, tempfile, time
 from collections import Counter
@@ -101,7 +101,7 @@ os.close(opened)
 for result in results:
     print(os.fdopen(result).read())
 """
-#: What a reader or writer may be told instead: that somebody else is there, or that another's undo came first.
+#: Accepted errors of readers and writers: another process uses the file, or another undo came first.
 _TOLD = (
     "UnreadableError: another process is changing the file in place",
     "RefusedError: another process is using the file",
@@ -135,7 +135,7 @@ def test_fifty_readers_and_writers(checkpoint: Path) -> None:
         assert seen[role].keys() <= {*whole, *_TOLD}
         assert len(seen[role].keys() & whole) > 1
     assert seen["torch_load"].keys() <= {*whole, "refused"} and seen["torch_load"].total() > 1000
-    assert seen["verify"].keys() <= {"True", *_TOLD, _TOLD[0].partition(": ")[2]}  # of a shard it is a finding
+    assert seen["verify"].keys() <= {"True", *_TOLD, _TOLD[0].partition(": ")[2]}  # for a shard it is a finding
     assert seen["write"].keys() <= {"done", _UNDONE, *_TOLD}
     assert seen["write"]["done"] > len(NAMES)
     assert ckptconv.verify(checkpoint).ok

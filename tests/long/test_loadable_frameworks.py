@@ -1,8 +1,8 @@
-"""Training files that frameworks save: what torch's safe loader takes of them before and after ``--loadable``, and what
-is refused.
+"""Training files of frameworks: what torch's safe loader accepts before and after ``--loadable``, and which objects are
+refused.
 
-Lightning, the Trainer and accelerate are in ``test_trainers.py``, whose runs go on from what was made loadable. Each
-framework here is skipped where it is not installed. ``pytest -s`` prints the table.
+Lightning, the Trainer and accelerate are in ``test_trainers.py``, whose runs continue from the converted files. A
+framework that is not installed is skipped. ``pytest -s`` prints the table.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import nn
 import ckptconv
 from tests.support.judge import assert_same, refusal
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # other packages' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of other packages
 
 
 def trained(model: nn.Module, x: torch.Tensor) -> torch.optim.Optimizer:
-    """The optimizer of `model` after one step."""
+    """Return the optimizer of `model` after one step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model(x).float().sum().backward()
     optimizer.step()
@@ -35,7 +35,7 @@ def trained(model: nn.Module, x: torch.Tensor) -> torch.optim.Optimizer:
 
 
 def timm(folder: Path) -> list[Path]:
-    """``CheckpointSaver``, as timm's training script calls it."""
+    """Save files with ``CheckpointSaver``, as timm's training script does."""
     timm = pytest.importorskip("timm")
     from timm.utils import CheckpointSaver, ModelEmaV3
 
@@ -48,7 +48,7 @@ def timm(folder: Path) -> list[Path]:
 
 
 def mmengine(folder: Path) -> list[Path]:
-    """The ``Runner`` of a model that trains one epoch."""
+    """Save files with the ``Runner`` of a model that trains one epoch."""
     pytest.importorskip("mmengine")
     from mmengine.model import BaseModel
     from mmengine.runner import Runner
@@ -77,7 +77,7 @@ def mmengine(folder: Path) -> list[Path]:
 
 
 def speechbrain(folder: Path) -> list[Path]:
-    """A ``Checkpointer`` with what a recipe gives it."""
+    """Save files with a ``Checkpointer`` and the usual parts of a recipe."""
     pytest.importorskip("speechbrain")
     from speechbrain.nnet.schedulers import NewBobScheduler, NoamScheduler
     from speechbrain.processing.features import InputNormalization
@@ -95,7 +95,7 @@ def speechbrain(folder: Path) -> list[Path]:
 
 
 def ultralytics(folder: Path) -> list[Path]:
-    """The trainer's ``save_model``, given a model that has not seen any pictures."""
+    """Save files with the trainer's ``save_model`` and a model that has not seen any pictures."""
     pytest.importorskip("ultralytics")
     from ultralytics.cfg import get_cfg
     from ultralytics.engine.trainer import BaseTrainer
@@ -115,7 +115,7 @@ def ultralytics(folder: Path) -> list[Path]:
 
 
 def pyannote(folder: Path) -> list[Path]:
-    """A model of pyannote's, saved by Lightning's trainer."""
+    """Save a model of pyannote with Lightning's trainer."""
     pytest.importorskip("pyannote.audio")
     from lightning.pytorch import Trainer
     from pyannote.audio.core.task import Problem, Resolution, Specifications
@@ -134,8 +134,8 @@ def pyannote(folder: Path) -> list[Path]:
 
 
 class Outcome(NamedTuple):
-    """Whether torch's safe loader takes a file `before` and `after`; what is refused, by class, with the place of each
-    in the object, as the keys that lead there.
+    """Whether torch's safe loader accepts a file `before` and `after`. `refused` names the refused classes, and `gone`
+    contains the keys that lead to their objects.
     """
 
     before: bool
@@ -148,7 +148,7 @@ def buffers() -> tuple[tuple[str, ...], ...]:
     return tuple(("message_hub", "log_scalars", f"train/{name}") for name in ("lr", "data_time", "loss", "time"))
 
 
-#: By framework, what makes its files, and what becomes of each.
+#: The function that makes the files of each framework, and the outcome of each file.
 FRAMEWORKS: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Outcome]]] = {
     "timm": (timm, {"last.pth.tar": Outcome(before=False)}),
     "mmengine": (
@@ -177,7 +177,7 @@ FRAMEWORKS: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Outcome]]] =
 
 
 def as_plain(value: Any) -> Any:
-    """What `docs/loadable.md` says that `value` becomes."""
+    """Return the plain form of `value` according to `docs/loadable.md`."""
     if isinstance(value, argparse.Namespace):
         return as_plain(vars(value))
     if isinstance(value, np.ndarray):
@@ -198,8 +198,8 @@ def as_plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_frameworks(name: str, tmp_path: Path) -> None:
-    """What loads is what the original is, but for the plain forms of the table; what is refused is named by its place,
-    and without it all else loads.
+    """A converted file equals the original in its plain form. Refused objects are named by class and path, and
+    everything else loads without them.
     """
     make, outcomes = FRAMEWORKS[name]
     files = make(tmp_path)

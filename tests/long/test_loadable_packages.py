@@ -1,4 +1,4 @@
-"""Configurations of other packages, made by themselves, made plain: what they hold, and nothing of how."""
+"""Configurations of other packages become plain dicts, lists and values with ``--loadable``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.judge import assert_same, refusal
 CONFIG = {"lr": 0.1, "model": {"layers": [1, 2], "name": "net"}, "none": None}
 
 
-#: By the module of each, what makes one of CONFIG.
+#: Functions that make CONFIG, by the module of the package.
 MAKE: dict[str, Callable[[Any], Any]] = {
     "omegaconf": lambda package: package.OmegaConf.create(CONFIG),
     "easydict": lambda package: package.EasyDict(CONFIG),
@@ -32,7 +32,7 @@ MAKE: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize("module", MAKE)
 def test_configurations(tmp_path: Path, module: str, protocol: int) -> None:
-    """Dicts and lists of the same values, in the same order; torch refused them before."""
+    """A configuration becomes dicts and lists of the same values in the same order. torch refused the file before."""
     package = pytest.importorskip(module)
     path, out = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.save({"cfg": MAKE[module](package), "w": torch.ones(2)}, path, pickle_protocol=protocol)
@@ -42,14 +42,14 @@ def test_configurations(tmp_path: Path, module: str, protocol: int) -> None:
 
 
 class Color(Enum):
-    """What looks like any other object in a pickle."""
+    """An enum, whose members look like other objects in a pickle."""
 
     RED = 1
 
 
 @dataclass
 class Structured:
-    """Values of the types that OmegaConf has nodes for."""
+    """Values of the types for which OmegaConf has nodes."""
 
     lr: float = 0.1
     steps: int = 3
@@ -64,9 +64,9 @@ class Structured:
     nothing: Any = None
 
 
-def test_all_that_omegaconf_says(tmp_path: Path) -> None:
-    """Structured configurations, types, paths and unions become their values; what is missing and interpolations stay
-    text, and members of an Enum are refused by their path.
+def test_omegaconf_nodes(tmp_path: Path) -> None:
+    """Structured configurations, paths and unions of OmegaConf become plain values. Missing values and interpolations
+    stay texts. A member of an Enum is refused with its path.
     """
     omegaconf: Any = pytest.importorskip("omegaconf")
     path, out = tmp_path / "a.pt", tmp_path / "b.pt"

@@ -1,6 +1,8 @@
-"""Folders that Megatron-Core writes in one and two processes, judged by torch, transformers and its own logits.
+"""Folders that Megatron-Core writes in one and two processes, compared with torch, transformers and Megatron's own
+logits.
 
-It needs Megatron-Core, which only ``.ci/megatron`` installs, for this Python or for that of ``MEGATRON_PYTHON``.
+The tests need Megatron-Core, which only ``.ci/megatron`` installs, for this Python or for the one of
+``MEGATRON_PYTHON``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module", params=[1, 2])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders of all cases, written by so many processes."""
+    """Return the folder of all cases, written by one or two processes."""
     folder = tmp_path_factory.mktemp(f"megatron{request.param}")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(request.param)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -40,7 +42,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def config_of(case: str) -> Any:
-    """The configuration of the model of transformers for `case`."""
+    """Return the configuration of the transformers model for `case`."""
     own = CASES[case]
     common: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -57,7 +59,9 @@ def config_of(case: str) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_moments_are_those_of_torch(runs: Path, tmp_path: Path, case: str) -> None:
-    """Every tensor is what ``torch.distributed.checkpoint.load`` gives, and the common state is there."""
+    """Every tensor equals the result of ``torch.distributed.checkpoint.load``, and the output contains the common
+    state. An optimizer in buckets is left out and reported.
+    """
     folder = runs / case / "iter_0001000"
     report = ckptconv.convert(folder, tmp_path / "out.pt", loadable_objects=True)
     found = torch.load(tmp_path / "out.pt", weights_only=False)
@@ -79,7 +83,9 @@ def test_weights_and_moments_are_those_of_torch(runs: Path, tmp_path: Path, case
 
 
 def test_an_optimizer_in_buckets_cannot_be_selected(runs: Path, tmp_path: Path) -> None:
-    """It is named, and the learning rates are there, which are objects."""
+    """An optimizer in buckets is refused with its reason. Its learning rates can be selected, because they are
+    objects.
+    """
     folder = runs / "llama-buckets" / "iter_0001000"
     with pytest.raises(RefusedError, match="optimizer cannot be selected: an optimizer in the buckets"):
         ckptconv.convert(folder, tmp_path / "out.pt", select="optimizer")
@@ -91,7 +97,9 @@ def test_an_optimizer_in_buckets_cannot_be_selected(runs: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_of_transformers_gives_the_same_logits(runs: Path, tmp_path: Path, case: str) -> None:
-    """The command that ``inspect`` says makes what ``load_state_dict(strict=True)`` takes, in shards too."""
+    """The rules and sizes that ``inspect`` suggests make shards that ``load_state_dict(strict=True)`` accepts, and the
+    model gives the same logits.
+    """
     folder = runs / case / "iter_0001000"
     hint = next(note for note in ckptconv.inspect(folder).notes if "names of transformers" in note)
     rules = "megatron-llama" if "llama" in case else "megatron-qwen-moe" if "moe" in case else "megatron-qwen"
@@ -104,7 +112,7 @@ def test_a_model_of_transformers_gives_the_same_logits(runs: Path, tmp_path: Pat
     assert len([*out.glob("*.safetensors")]) > 3
     config = config_of(case)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    if "moe" in case:  # transformers keeps experts stacked in memory
+    if "moe" in case:  # transformers stacks experts in memory
         ckptconv.convert(out, tmp_path / "stacked.safetensors", rules="qwen2-moe")
         weights = load_file(tmp_path / "stacked.safetensors")
     if config.tie_word_embeddings:
@@ -118,7 +126,7 @@ def test_a_model_of_transformers_gives_the_same_logits(runs: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "qwen3-moe"])
 def test_back_to_the_names_of_megatron(runs: Path, tmp_path: Path, case: str) -> None:
-    """``--reverse`` gives every weight back but for the rows that padded the vocabulary."""
+    """``--reverse`` restores every weight, except the rows that padded the vocabulary."""
     folder = runs / case / "iter_0001000"
     rules = "megatron-llama" if "llama" in case else "megatron-qwen-moe" if "moe" in case else "megatron-qwen"
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
@@ -128,7 +136,7 @@ def test_back_to_the_names_of_megatron(runs: Path, tmp_path: Path, case: str) ->
     ckptconv.convert(folder, tmp_path / "model.pt", select="model")
     wanted = torch.load(tmp_path / "model.pt")
     ln = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
-    if ln in wanted and "moe" in case:  # the name that it has with Transformer Engine
+    if ln in wanted and "moe" in case:  # its name with Transformer Engine
         wanted["decoder.layers.pre_mlp_layernorm.weight"] = wanted.pop(ln)
     assert back.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -136,7 +144,7 @@ def test_back_to_the_names_of_megatron(runs: Path, tmp_path: Path, case: str) ->
 
 
 def test_moments_get_the_names_too(runs: Path, tmp_path: Path) -> None:
-    """The rules apply to each moment of the optimizer, which has the names of the weights."""
+    """The rules also apply to the moments of the optimizer, which have the names of the weights."""
     folder = runs / "llama-adam" / "iter_0001000"
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
     for part in ("model", "optimizer/state/exp_avg"):

@@ -1,4 +1,4 @@
-"""An ordinary file is never refused: 100,000 generated safetensors headers and weights have one reading."""
+"""Ordinary safetensors files are never refused. 100,000 generated files have one reading."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COUNT = int(os.environ.get("CKPTCONV_ORDINARY", 100_000))
 
 
 def test_ordinary_safetensors_have_one_reading() -> None:
-    """None is refused."""
+    """No generated safetensors file is refused for a second reading."""
     random = Random(20)
     refused = []
     for i in range(_COUNT):

@@ -1,5 +1,5 @@
-"""Pages in headless Chromium: nothing is asked for, everything can be clicked and reached by keyboard, and names of
-files are text. torch and the command line judge the commands that pages show.
+"""HTML pages in headless Chromium. They send no requests, can be used with the mouse and the keyboard, and show names
+of files as text. torch and the command line check the commands that pages show.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptconv.cli.main import main
 from tests.support.browser import axe_source, browser, opened
 from tests.support.rank_runs import save_as_ranks
 
-#: Names that would do harm as markup, as code, on a terminal or in a shell, or that objects of JavaScript have.
+#: Names that would do harm as markup or code, or in a terminal or shell, and names of JavaScript's own properties.
 HOSTILE = [
     "</script><script>document.title='gone'</script>", "<img src=x onerror=document.title='gone'>", "</style>",
     "--> <!--", "\x1b[31mred\x07", "a\u202egnp.exe", "\u2066x\u2069", "x" * 10_000, "a'b\"c`d$(touch gone)",
@@ -33,7 +33,7 @@ def state(n: int, wide: int = 8) -> dict[str, torch.Tensor]:
 
 
 def bert() -> dict[str, torch.Tensor]:
-    """Ties, an element that is NaN, and a layer that is far larger than the others."""
+    """Return a state dict with ties, a NaN element, and a layer with far larger values than the others."""
     found = {f"bert.{name}": tensor for name, tensor in state(40).items()}
     embeddings = torch.randn(500, 8)
     found = {"bert.embeddings.weight": embeddings, **found, "cls.decoder.weight": embeddings}
@@ -43,7 +43,7 @@ def bert() -> dict[str, torch.Tensor]:
 
 
 def resnet50() -> dict[str, torch.Tensor]:
-    """The names and shapes of ResNet-50, 25,557,032 parameters."""
+    """Return a state dict with the names and shapes of ResNet-50: 25,557,032 parameters."""
     found: dict[str, torch.Tensor] = {}
 
     def add(conv: str, norm: str, out: int, *shape: int) -> None:
@@ -78,7 +78,9 @@ def training() -> dict[str, Any]:
 
 
 def two_epochs() -> tuple[dict[str, Any], dict[str, Any]]:
-    """A training file and the next one: values, NaN, dtypes, shapes, names of one side alone, and what is no tensor."""
+    """Return two successive training checkpoints. They differ in values, NaN, dtypes, shapes, names and other
+    objects.
+    """
     left, right = ({"model": state(60), "epoch": epoch} for epoch in (1, 2))
     for i, tensor in enumerate(right["model"].values()):
         tensor[0] += 10.0 ** (1 - i % 6) if i % 3 else 0
@@ -92,7 +94,7 @@ def two_epochs() -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with checkpoints and their pages."""
+    """Return a folder with checkpoints and their pages."""
     folder = tmp_path_factory.mktemp("pages")
     made = {
         "resnet": resnet50(),
@@ -137,13 +139,13 @@ TWO = ["difference", "hostile_difference", "many_differences"]
 @pytest.mark.parametrize("name", [*ONE, *TWO])
 @pytest.mark.parametrize("width", [400, 2000])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_wrong_with_it(name: str, width: int, scheme: str, pages: Path, chromium: Any) -> None:
-    """No error, no request, nothing wider than the window; the map and the table have something."""
+def test_pages_have_no_errors(name: str, width: int, scheme: str, pages: Path, chromium: Any) -> None:
+    """A page has no errors, sends no requests and is not wider than the window. Its map and its table are filled."""
     with opened(chromium, pages / f"{name}.html", width=width, scheme=scheme) as page:
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert [one.locator("div").count() > 1 for one in page.locator(".map").all()] == [True] * (
             1 + (name in TWO[:2])
-        )  # layouts that are equal have one map
+        )  # equal layouts have one map
         assert page.locator("#rows button").count() > 5
 
 
@@ -155,7 +157,7 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("name", ["bert", "training", "hostile", "difference"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everybody_can_use_it(name: str, scheme: str, pages: Path, chromium: Any, axe: str) -> None:
-    """axe-core has nothing to say, before and after something is selected."""
+    """axe-core finds no violations, before and after a selection."""
     with opened(chromium, pages / f"{name}.html", scheme=scheme) as page:
         page.evaluate(axe)
         for _ in range(2):
@@ -165,10 +167,10 @@ def test_everybody_can_use_it(name: str, scheme: str, pages: Path, chromium: Any
 
 
 def test_search_sort_and_select(pages: Path, chromium: Any) -> None:
-    """By mouse: the table, the map, the tree, the ties."""
+    """The mouse searches, sorts and selects in the table and the map, and follows ties."""
     with opened(chromium, pages / "bert.html") as page:
         names = page.locator("#rows .name")
-        assert names.first.inner_text() == "bert.embeddings.weight"  # the largest
+        assert names.first.inner_text() == "bert.embeddings.weight"  # the largest tensor
         page.get_by_role("button", name="tensor", exact=True).click()
         assert (
             names.first.inner_text() == "bert.embeddings.weight" and names.nth(1).inner_text() == "bert.layers.0.bias"
@@ -185,7 +187,7 @@ def test_search_sort_and_select(pages: Path, chromium: Any) -> None:
         assert "contiguous" in page.locator("#selected dl").inner_text()
         assert "number " in page.locator("#selected dl").inner_text()
         page.locator("#facts button", has_text="cls.decoder.weight").click()
-        assert page.locator("#map .tied").count() == 1  # drawn where the first of them is
+        assert page.locator("#map .tied").count() == 1  # drawn at the first of the tied tensors
         page.locator(".map div", has_text="layers").first.click(position={"x": 4, "y": 4})
         assert page.locator("#selected h3").inner_text().startswith("bert.layers.")
         page.locator("input[value=count]").check()
@@ -194,7 +196,9 @@ def test_search_sort_and_select(pages: Path, chromium: Any) -> None:
 
 @pytest.mark.parametrize("width", [400, 1280])
 def test_what_is_selected_is_in_sight(width: int, pages: Path, chromium: Any) -> None:
-    """Whatever is clicked, where the page stands, the focus where it was; it closes, and the tree has the focus."""
+    """The details of a selection are visible wherever the page is scrolled, and the focus does not move into them.
+    After they are closed, the tree has the focus.
+    """
     in_sight = "(e => { const b = e.getBoundingClientRect(); return b.top >= 0 && b.bottom <= innerHeight; })"
     with opened(chromium, pages / "bert.html", width=width) as page:
         links = ("#facts button.link", "#tree li:nth-child(4)", ".map > div:not(.frame)", "#rows button")
@@ -224,7 +228,7 @@ def test_a_search_says_what_it_found(pages: Path, chromium: Any) -> None:
 
 
 def test_the_values_of_tensors(pages: Path, chromium: Any) -> None:
-    """A histogram in each row, the layer that is unlike the others, and the order by the largest magnitude."""
+    """Each row has a histogram. The page names the layer with unusual values, and sorts by the largest magnitude."""
     with opened(chromium, pages / "bert.html") as page:
         tensor = "bert.layers.10.weight"
         assert page.locator("#rows svg path").count() == page.locator("#rows tr[aria-rowindex]").count() > 30
@@ -242,7 +246,7 @@ def test_the_values_of_tensors(pages: Path, chromium: Any) -> None:
 
 
 def test_no_label_is_cut_and_the_panel_covers_nothing(pages: Path, chromium: Any) -> None:
-    """Of the map; layers of one size stand in their order; what is selected stands beside the map."""
+    """No label of the map is cut off, and the details are next to the map."""
     with opened(chromium, pages / "resnet.html") as page:
         cut = "all => all.filter((e) => e.textContent && e.scrollWidth > e.clientWidth + 1).length"
         assert page.locator(".map div").evaluate_all(cut) == 0
@@ -252,7 +256,9 @@ def test_no_label_is_cut_and_the_panel_covers_nothing(pages: Path, chromium: Any
 
 
 def test_a_search_dims_the_rest_and_opens_the_tree(pages: Path, chromium: Any) -> None:
-    """Blocks that are alike are one row, which opens too; without a query all is as it was."""
+    """A search dims all other tensors and opens the row of similar blocks in the tree. An empty query restores the
+    tree.
+    """
     with opened(chromium, pages / "resnet.html") as page:
         names, dim = page.locator("#tree .name"), page.locator(".map .dim, #tree .dim")
         before = names.all_inner_texts()
@@ -269,20 +275,24 @@ def test_a_search_dims_the_rest_and_opens_the_tree(pages: Path, chromium: Any) -
 
 
 def test_a_difference_of_one_layout_has_one_map(pages: Path, chromium: Any) -> None:
-    """By the largest difference, the worst in the strongest colour; what columns mean stands below the table."""
+    """The difference of two files with one layout has one map. The legend names the kinds of differences, and the
+    meaning of the columns is below the table.
+    """
     with opened(chromium, pages / "many_differences.html") as page:
-        assert page.locator(".map").count() == 1 and page.locator("#legend li").count() == 0  # all are 1 apart
+        assert page.locator(".map").count() == 1 and page.locator("#legend li").count() == 0  # all values differ by 1
     with opened(chromium, pages / "difference.html") as page:
         assert "divided by the element of B itself" in page.locator("#finite").inner_text()
         legend = page.locator("#legend li").all_inner_texts()
         assert legend[0] == "only in A" and "values" in legend
         assert page.locator("#beyond").inner_text().startswith("To the right: ")
-    with opened(chromium, pages / "difference.html", width=1000) as page:  # a name in the tree is left some room
+    with opened(chromium, pages / "difference.html", width=1000) as page:  # a name in the tree keeps some room
         assert page.locator("#tree .name").evaluate_all("all => Math.min(...all.map((e) => e.clientWidth))") > 40
 
 
 def test_the_worst_difference_has_the_strongest_colour(chromium: Any, tmp_path: Path) -> None:
-    """Though it is small; the least has the weakest, and every layer of the map its label."""
+    """The largest difference has the strongest color and the smallest the weakest, even if all differences are small.
+    Every layer in the map has a label.
+    """
     for name, by in (("a", 0), ("b", 2)):
         layers = {f"layers.{i}.{k}": torch.ones(8) + by * 10.0 ** -(3 + i % 3) for i in range(33) for k in range(9)}
         torch.save(layers, tmp_path / f"{name}.pt")
@@ -311,7 +321,9 @@ def test_names_stay_when_the_table_is_scrolled(pages: Path, chromium: Any) -> No
 
 
 def test_a_resnet(pages: Path, chromium: Any) -> None:
-    """Its parameters are those that everybody knows, with its buffers; the map goes into a stage and back."""
+    """The page of a ResNet-50 shows its known number of parameters, plus its buffers. The map opens a stage and
+    returns.
+    """
     with opened(chromium, pages / "resnet.html") as page:
         parameters = 25_557_032 + sum(
             t.numel() for name, t in resnet50().items() if "running" in name or "num_" in name
@@ -327,7 +339,7 @@ def test_a_resnet(pages: Path, chromium: Any) -> None:
 
 
 def test_the_keyboard(pages: Path, chromium: Any) -> None:
-    """The tree, as screen readers expect it."""
+    """The tree can be used with the keyboard as screen readers expect."""
     with opened(chromium, pages / "training.html") as page:
         page.locator("#tree li[tabindex='0']").focus()
         for key in ("Home", "ArrowRight", "ArrowDown", "ArrowRight", "Enter"):
@@ -342,7 +354,9 @@ def test_the_keyboard(pages: Path, chromium: Any) -> None:
 
 
 def test_a_difference(pages: Path, chromium: Any) -> None:
-    """Two maps, what is furthest apart, rows of one kind, and both sides of what is selected."""
+    """The page of a difference has two maps, filters for the kinds of differences, an order by the largest difference,
+    and both values of a selected tensor.
+    """
     with opened(chromium, pages / "difference.html") as page:
         facts = page.locator("#facts")
         assert page.locator("#verdict").inner_text().startswith("different: 1 name only in A, 1 name only in B")
@@ -363,13 +377,13 @@ def test_a_difference(pages: Path, chromium: Any) -> None:
 
 
 def test_a_difference_by_its_command(pages: Path, chromium: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command of each tensor compares that and nothing else."""
+    """The command for each tensor compares only that tensor."""
     with opened(chromium, pages / "hostile_difference.html") as page:
         assert page.locator("#rows button").count() == len(HOSTILE) + 1
         for button in page.locator("#rows button").all():
             button.click()
             if any(text in page.locator("#selected h3").inner_text() for text in ("d800", "new")):
-                continue  # what no shell can say, and what A has not
+                continue  # no shell can spell the name, or the tensor is not in A
             (line,) = [code.text_content() for code in page.locator("#selected code").all()]
             capsys.readouterr()
             assert main([*words_of(line)[1:], "--json"]) == 1, line
@@ -378,20 +392,20 @@ def test_a_difference_by_its_command(pages: Path, chromium: Any, capsys: pytest.
 
 
 def test_names_are_text(pages: Path, chromium: Any) -> None:
-    """None of them is markup or code, none hides or turns anything, and all are shown."""
+    """Hostile names are shown as text. No name is markup or code, and control characters are escaped."""
     with opened(chromium, pages / "hostile.html") as page:
         assert page.locator("#rows tr").count() == len(HOSTILE)
         assert page.title().endswith("hostile.pt") and page.locator("img, #rows script").count() == 0
         shown = page.locator("#rows").inner_text()
         assert "\u202e" not in shown and "\x1b" not in shown and "a\\u{202e}gnp.exe" in shown
-        assert not page.evaluate("/\\p{Cs}/u.test(document.body.innerText)")  # half of a character
+        assert not page.evaluate("/\\p{Cs}/u.test(document.body.innerText)")  # half of a surrogate pair
 
 
 @pytest.mark.parametrize("name", ["hostile", "training"])
 def test_the_commands_do_what_they_say(
     name: str, pages: Path, chromium: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For each tensor or part: what is taken alone has that, and what leaves it out has not."""
+    """For each tensor or part, one command extracts it, and the other leaves it out."""
     whole = set(paths_of(pages / f"{name}.pt"))
     with opened(chromium, pages / f"{name}.html") as page:
         items = page.locator("#tree li" if name == "training" else "#rows button")
@@ -399,7 +413,7 @@ def test_the_commands_do_what_they_say(
             items.nth(n).click()
             path = page.evaluate("document.querySelector('#selected h3').textContent")
             commands = [code.text_content() for code in page.locator("#selected code").all()]
-            if path == "everything" or "d800" in path or "{" in path:  # no shell can say half of a character, or a fold
+            if path == "everything" or "d800" in path or "{" in path:  # no shell can spell a surrogate, or it is a fold
                 continue
             found = []
             for i, line in enumerate(commands):
@@ -408,10 +422,10 @@ def test_the_commands_do_what_they_say(
                 capsys.readouterr()
                 assert main([*words[1:], "--force", "-q"]) == 0, (line, capsys.readouterr().err)
                 found.append(set(paths_of(tmp_path / f"{i}.pt")))
-            if not commands:  # a tensor of the optimizer, which goes with its weight
+            if not commands:  # a tensor of the optimizer, which belongs to its weight
                 continue
             taken, left = found
-            gone = whole - taken - left  # the state of an optimizer goes with its parameters
+            gone = whole - taken - left  # the state of an optimizer is removed with its parameters
             assert taken and left < whole and not taken & left, (path, commands)
             assert all(path.startswith("optimizer/") for path in gone), (path, commands)
 
@@ -421,26 +435,26 @@ def paths_of(path: Path) -> list[str]:
 
 
 def words_of(line: str) -> list[str]:
-    """The words that bash makes of `line`."""
+    """Return the words into which bash splits `line`."""
     done = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True)
     return done.stdout.decode().split("\0")[:-1]
 
 
-def test_sixty_thousand(pages: Path, chromium: Any) -> None:
-    """Levels are put together, rows are made as they come into sight, and a search finds one."""
+def test_sixty_thousand_tensors(pages: Path, chromium: Any) -> None:
+    """The page of 60,000 tensors combines levels in the map, creates only visible rows, and finds a single tensor."""
     with opened(chromium, pages / "many.html") as page:
         areas = page.locator(".map div").all_inner_texts()
         assert 20 < len(areas) <= 62 and all(areas) and sum("tensors" in text for text in areas) > 20
         assert page.locator("#rows tr").count() < 100
-        page.locator(".map div").nth(3).dblclick()  # the first click opens it; the second does nothing more
+        page.locator(".map div").nth(3).dblclick()  # the first click opens it; the second has no effect
         assert page.locator("#crumbs b").inner_text() == areas[3].split("\n")[0].replace(" (", "\n").split("\n")[0]
         page.locator("#crumbs button").first.click()
         page.evaluate("document.getElementById('scroll').scrollTop = 28 * 30000")
-        page.locator("#rows tr[aria-rowindex='30002']").wait_for()  # a function that waits would need eval
+        page.locator("#rows tr[aria-rowindex='30002']").wait_for()  # waiting with a function would need eval
         page.fill("#search", "layers.4321.experts.7")
         assert page.locator("#rows .name").all_inner_texts() == ["model.layers.4321.experts.7.weight"]
         found = page.locator("#tree li:not(.dim) .name", has_text="7.weight")
-        found.wait_for()  # the tree shows some of 6,000 layers: those from the first that was found on
+        found.wait_for()  # the tree shows a part of the 6,000 layers, beginning with the first match
         page.locator("#rows button").click()
         assert page.locator("#tree li[aria-selected=true] .name").inner_text() == "7.weight"
         assert page.locator("#tree li").count() < 300
@@ -450,14 +464,16 @@ def test_sixty_thousand(pages: Path, chromium: Any) -> None:
 
 @pytest.mark.parametrize("width", [400, 1280])
 def test_a_row_of_the_table_has_one_height(width: int, pages: Path, chromium: Any) -> None:
-    """Long names too: the table computes the position of a row from it. A narrow page has two lines for a name."""
+    """All rows have the same height, even with long names, because the table computes positions from it. A narrow page
+    shows a name in two lines.
+    """
     with opened(chromium, pages / "hostile.html", width=width) as page:
         heights = page.locator("#rows tr").evaluate_all("all => all.map((row) => row.getBoundingClientRect().height)")
         assert all(28 <= height <= 29 for height in heights)
 
 
 def test_in_a_notebook(pages: Path, chromium: Any) -> None:
-    """In a frame without an origin all of it works, copying too, and the notebook around it stays as it was."""
+    """The page works in a frame without an origin, including the copy button, and does not change the notebook."""
     html = ckptconv.inspect(pages / "hostile.pt")._repr_html_()
     (pages / "notebook.html").write_text(f"<title>kept</title><table><tbody id=rows><tr></table>{html}")
     with opened(chromium, pages / "notebook.html", frame="srcdoc") as page:
@@ -469,8 +485,8 @@ def test_in_a_notebook(pages: Path, chromium: Any) -> None:
 
 
 def test_in_a_static_export(pages: Path, chromium: Any, tmp_path: Path) -> None:
-    """Of nbconvert: a summary, a difference and a report have their maps, those below the window and in what is folded
-    too.
+    """In a static export of nbconvert, a summary, a difference and a report show their maps, even outside the window or
+    in a folded part.
     """
     exporters = pytest.importorskip("nbconvert.exporters", reason="nbconvert is not installed")
     v4 = pytest.importorskip("nbformat.v4")
@@ -501,7 +517,7 @@ def test_in_a_static_export(pages: Path, chromium: Any, tmp_path: Path) -> None:
 
 
 def test_on_paper(pages: Path, chromium: Any) -> None:
-    """The table has no window that would cut it, and its rows end after some hundred."""
+    """In print the table shows all of its rows, and the search field is hidden."""
     with opened(chromium, pages / "training.html") as page:
         page.emulate_media(media="print")
         page.evaluate("dispatchEvent(new Event('beforeprint'))")

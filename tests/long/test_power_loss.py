@@ -1,9 +1,9 @@
-"""Power that is lost while conversions replace a file, a folder, or many files, again and again: on a disk
-that forgets whatever was not flushed.
+"""Losses of power while conversions replace a file, a folder or many files repeatedly, on a disk that loses writes
+which were not flushed.
 
-The disk is a recorded one (:mod:`tests.support.recorded_disk`) with a real filesystem on it. At many moments of its
-history the power is taken away, the filesystem repairs itself as it does after a real loss, and somebody looks. Needs
-root, a loop device and FUSE. CKPTCONV_CUTS: at how many moments.
+The disk is a recorded disk (:mod:`tests.support.recorded_disk`) with a real filesystem. At many moments of its history
+the power is cut, the filesystem repairs itself as after a real loss, and the test examines it. The tests need root, a
+loop device and FUSE. CKPTCONV_CUTS is the number of losses.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tests.support.writers import sharded
 
 CUTS = int(os.environ.get("CKPTCONV_CUTS", "60"))
 ROUNDS = 6
-#: How the filesystem is made, how it is mounted, and the size of the disk. A commit every
-#: second: names also reach the disk unasked.
+#: The command that makes a filesystem, its mount options, and the size of the disk. ext4 commits every second, so names
+#: also reach the disk without a sync.
 FILESYSTEMS = {
     "ext4": (["mkfs.ext4", "-q", "-b", "4096"], "commit=1", 64 << 20),
     "ext4, no care for renames": (["mkfs.ext4", "-q", "-b", "4096"], "commit=1,noauto_da_alloc", 64 << 20),
@@ -41,25 +41,25 @@ FILESYSTEMS = {
 }
 _MAIN = "from ckptconv.cli.main import main\nstatus = main()\n"
 _NO_FSYNC = "import os\nos.fsync = lambda fd: None\n"
-#: Each file counts as large beside the available memory.
+#: Treat each file as large compared to the available memory.
 _DIRECTLY = """from ckptconv.output import direct_writes, transfer
 direct_writes.available_memory = lambda: 0
 direct_writes._LEAST, transfer.WINDOW = 0, 1 << 16
 written, write = [], direct_writes.DirectDestination._write_mapped
 direct_writes.DirectDestination._write_mapped = lambda self, *where: written.append(write(self, *where))
 """
-#: Some bytes went around the page cache.
+#: Fail if no bytes were written around the page cache.
 _FAIL_IF_CACHED = "assert written\n"
 
 
 def through_a_loop(disk: Path, at: Path, options: str) -> AbstractContextManager[Path]:
-    """`disk`, through a loop device, at the folder `at`."""
+    """Mount `disk` through a loop device at the folder `at`."""
     return mounted(at, "-o", f"loop,{options}", disk)
 
 
 @contextmanager
 def recorded(folder: Path, image: Path, log: Path) -> Iterator[Path]:
-    """A file that is `image`; what it is told goes into `log`."""
+    """Yield a file that mirrors `image` and records its writes in `log`."""
     disk = folder / "disk"
     disk.touch()
     log.touch()
@@ -76,13 +76,15 @@ def recorded(folder: Path, image: Path, log: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Way:
-    """What is converted to `target`: `inputs`, of one checkpoint or many, twice. Each of `outputs` appears whole."""
+    """A conversion to `target`. `inputs` makes one or more checkpoints in a folder, and each of `outputs` must appear
+    completely.
+    """
 
     inputs: Callable[[Path], list[Path]]
     target: str
     outputs: tuple[str, ...]
-    before: str = ""  #: what the program does first,
-    after: str = ""  #: and last
+    before: str = ""  # code that runs before the conversion
+    after: str = ""  # code that runs after it
 
 
 def one_file(folder: Path) -> list[Path]:
@@ -111,7 +113,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Done:
-    """A conversion: how long the log was when it began and when it had ended, and what it left at each output."""
+    """A conversion: the length of the log at its start and end, and the contents of each output afterwards."""
 
     began: int
     ended: int
@@ -120,7 +122,7 @@ class Done:
 
 @pytest.fixture(params=list(FILESYSTEMS))
 def filesystem(request: pytest.FixtureRequest) -> str:
-    """One that this machine has."""
+    """Return the name of a filesystem. Skip the test if the machine does not support it."""
     name: str = request.param
     make = FILESYSTEMS[name][0][0]
     if os.geteuid() or not shutil.which(make) or not os.path.exists("/dev/fuse"):
@@ -130,13 +132,13 @@ def filesystem(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory, for disks."""
+    """Yield a folder in memory for disks."""
     with mounted(tmp_path / "memory", "-t", "tmpfs", "-o", "size=3g", "tmpfs") as folder:
         yield folder
 
 
 def make_filesystem(name: str, image: Path) -> str:
-    """Make this one in the file `image`; how it is mounted."""
+    """Make the filesystem `name` in the file `image`, and return its mount options."""
     make, options, size = FILESYSTEMS[name]
     with image.open("wb") as file:
         file.truncate(size)
@@ -145,8 +147,8 @@ def make_filesystem(name: str, image: Path) -> str:
 
 
 def history_of(folder: Path, filesystem: str, way: Way, *, synced: bool) -> tuple[History, list[Done]]:
-    """What a disk was told while two inputs were converted in turn, again and again, to one target on it; and
-    what was done.
+    """Convert two inputs in turn to one target on a recorded disk. Return the history of the disk and the
+    conversions.
     """
     image, before, log, at = folder / "image", folder / "before", folder / "log", folder / "mounted"
     options = make_filesystem(filesystem, image)
@@ -168,7 +170,7 @@ def history_of(folder: Path, filesystem: str, way: Way, *, synced: bool) -> tupl
 
 
 def what_is_wrong(at: Path, end: int, done: Sequence[Done]) -> str | None:
-    """What must not be on the disk that is mounted `at`, after the power was lost at `end` of the log."""
+    """Return what is wrong on the disk mounted `at` after the power was lost at `end` of the log, or None."""
     outputs = {at / name for name in done[0].new}
     folders = {output.parent for output in outputs} | {at}
     found = {path for folder in folders if folder.exists() for path in folder.iterdir()}
@@ -189,8 +191,8 @@ def what_is_wrong(at: Path, end: int, done: Sequence[Done]) -> str | None:
 def judged(
     folder: Path, history: History, ends: Sequence[int], filesystem: str, problem_at: Callable[[Path, int], str | None]
 ) -> Iterator[tuple[str, str | None]]:
-    """For each of `ends` of the log at which the power goes: how it was cut, and what `problem_at` says of the disk,
-    given where that is mounted and the end.
+    """Cut the power at each of `ends` of the log. Yield how it was cut, and the result of `problem_at` for the mounted
+    disk and the end.
     """
     choice = random.Random(2147)
     disk, at = folder / "after", folder / "mounted"
@@ -206,8 +208,8 @@ def judged(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("synced", [True, False], ids=["synced", "without fsync"])
 def test_a_loss_of_power(filesystem: str, way: str, synced: bool, memory: Path) -> None:
-    """Whenever the power goes: the old one or the new one, whole; and once a conversion
-    has said that it is done, the new one. Without fsync, and all else as it is, it is seen what is lost.
+    """After a loss of power at any moment, each output is the complete old or new one, and the new one if the
+    conversion has ended. Without fsync the check finds losses, which is the control.
     """
     history, done = history_of(memory, filesystem, WAYS[way], synced=synced)
     moments = [end for end in history.ends if end >= done[0].began]

@@ -1,8 +1,8 @@
-"""Quantized weights against the libraries that define the layouts: compressed-tensors and transformers.
+"""Quantized weights compared with the libraries that define the layouts: compressed-tensors, modelopt and
+transformers.
 
-``CKPTCONV_JUDGES`` is a folder with compressed-tensors: ``pip install --no-deps --target FOLDER
-compressed-tensors==0.20.0 nvidia-modelopt==0.47.0 psutil loguru``, as ``.ci/quantized`` does. Without it, its tests are
-skipped.
+``CKPTCONV_JUDGES`` is a folder with these packages: ``pip install --no-deps --target FOLDER compressed-tensors==0.20.0
+nvidia-modelopt==0.47.0 psutil loguru``, as ``.ci/quantized`` does. Without it, their tests are skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make compressed-tensors importable, or skip."""
+    """Make compressed-tensors importable, or skip the test."""
     folder = os.environ.get("CKPTCONV_JUDGES", "")
     if folder:
         monkeypatch.syspath_prepend(folder)
@@ -39,7 +39,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", [(128, 128), (192, 300), (129, 257), (1, 1), (5, 3000), (2049, 1031)])
 @pytest.mark.usefixtures("judge")
 def test_blocks(shape: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
-    """FP8BlockDequantizer, for every shape."""
+    """Blocks of fp8 are dequantized like ``FP8BlockDequantizer``, for every shape."""
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
 
     weight, scale = codes(*shape).view(torch.float8_e4m3fn), scales(-(-shape[0] // 128), -(-shape[1] // 128))
@@ -51,7 +51,7 @@ def test_blocks(shape: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["fp32", "ue8m0", "mxfp8"])
 def test_fp8_of_transformers(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Fp8Dequantize, where the blocks divide the shape."""
+    """Blocks of fp8 that divide the shape are dequantized like ``Fp8Dequantize``."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     weight = codes(256, 384).view(torch.float8_e4m3fn)
@@ -64,7 +64,7 @@ def test_fp8_of_transformers(kind: str, dtype: torch.dtype, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_mxfp4_of_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
-    """The experts of gpt-oss, with every exponent."""
+    """The experts of gpt-oss are dequantized like in transformers, on random bytes and exponents."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks, exponents = codes(3, 70, 5, 16), codes(3, 70, 5)
@@ -75,7 +75,7 @@ def test_mxfp4_of_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["NVFP4A16", "MXFP4A16", "MXFP8", "FP8", "FP8_DYNAMIC"])
 @pytest.mark.usefixtures("judge")
 def test_compressed_tensors(name: str, tmp_path: Path) -> None:
-    """What decompress() of each format gives, on random bytes."""
+    """Each format is dequantized like its ``decompress()``, on random bytes."""
     from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
     from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
     from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
@@ -107,7 +107,9 @@ def test_compressed_tensors(name: str, tmp_path: Path) -> None:
 def test_nvfp4_of_modelopt(
     shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """NVFP4QTensor.dequantize(). Its file is loaded without the rest of the package, which needs much more."""
+    """nvfp4 weights are dequantized like ``NVFP4QTensor.dequantize()``. Its file is loaded without the rest of the
+    package, which has many dependencies.
+    """
     file = Path(os.environ.get("CKPTCONV_JUDGES", ""), "modelopt/torch/quantization/qtensor/nvfp4_tensor.py")
     if not file.exists():
         pytest.skip("no nvidia-modelopt")
@@ -137,11 +139,13 @@ def test_nvfp4_of_modelopt(
     want = tensor.dequantize(dtype, scale=scale, double_scale=second, block_sizes={-1: 16})
     model = {"a.weight": packed, "a.weight_scale": scale, "a.weight_scale_2": second}
     found = converted(tmp_path, model, dtype)["a.weight"]
-    assert_equal(found + 0.0, want + 0.0)  # its -0 is 0
+    assert_equal(found + 0.0, want + 0.0)  # modelopt gives 0 for -0
 
 
 def test_a_model_gives_the_same_logits(tmp_path: Path) -> None:
-    """A Llama in blocks of fp8: transformers dequantizes it as it loads, and loads what ckptconv wrote."""
+    """A Llama in blocks of fp8 gives the same logits with the converted weights as with weights that the test
+    dequantizes itself.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}

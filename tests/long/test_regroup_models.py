@@ -1,7 +1,8 @@
-"""``regroup`` against transformers: its own operations on random tensors, and tiny models built from configurations.
+"""``regroup`` compared with transformers: its own operations on random tensors, and small models built from
+configurations.
 
-``from_pretrained`` converts by itself, so that a conversion which did nothing would pass there. So the names and shapes
-of the output are those of ``model.state_dict()``, and ``load_state_dict(strict=True)`` takes it.
+``from_pretrained`` converts by itself, so it would also accept an unconverted file. The tests therefore compare names
+and shapes with ``model.state_dict()`` and use ``load_state_dict(strict=True)``.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _SMALL = {
 
 
 def one(converted: Any) -> list[torch.Tensor]:
-    """Return the tensors in what an operation of transformers gives."""
+    """Return the tensors in the result of an operation of transformers."""
     values = [*converted.values()] if isinstance(converted, dict) else [converted]
     return [each for value in values for each in (value if isinstance(value, list) else [value])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_operations_of_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Chunk, MergeModulelist and Concatenate give the same bits."""
+    """The rules give the same bits as ``Chunk``, ``MergeModulelist`` and ``Concatenate``."""
     fused = torch.randn(12, 5).to(dtype)
     experts = {f"e.{i}.{w}": torch.randn(6, 4).to(dtype) for i in range(11) for w in ("w1", "w3")}
     torch.save({"qkv": fused, **experts}, tmp_path / "in.pt")
@@ -55,8 +56,10 @@ def test_the_operations_of_transformers(tmp_path: Path, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("rules", ["mixtral", "qwen2-moe"])
-def test_each_model_of_the_rules_is_converted_so_by_transformers(rules: str) -> None:
-    """Its mapping has the patterns of these rules, without their wildcards."""
+def test_models_of_the_rules_have_the_same_mapping(rules: str) -> None:
+    """The mapping of transformers for each model of the rules contains the patterns of the rules, without their
+    wildcards.
+    """
     parsed = parse_rules(shipped_rules()[rules].splitlines(), rules)
     for model in parsed[0].models:
         mapping = get_checkpoint_conversion_mapping(model)
@@ -78,7 +81,9 @@ def test_each_model_of_the_rules_is_converted_so_by_transformers(rules: str) -> 
     ],
 )
 def test_models(tmp_path: Path, model_type: str, rules: str) -> None:
-    """A file as ``save_pretrained`` writes it becomes the state dict of the model, and the file again."""
+    """A file of ``save_pretrained`` is converted to the state dict of the model, which gives the same logits. The
+    reverse rules restore the file.
+    """
     torch.manual_seed(0)
     kind = transformers.AutoConfig.for_model(model_type)
     sizes = {**_SMALL, **({"num_key_value_heads": 4} if model_type == "deepseek_v3" else {})}
@@ -103,7 +108,7 @@ def test_models(tmp_path: Path, model_type: str, rules: str) -> None:
 
 
 def test_phi_3(tmp_path: Path) -> None:
-    """Fused in the file and in memory; the parts are rows of both."""
+    """The fused weights of Phi-3 are split into the rows of their parts. They are fused in the file and in memory."""
     config = transformers.Phi3Config(**{**_SMALL, "num_key_value_heads": 2})
     model = transformers.Phi3ForCausalLM(config)
     model.save_pretrained(tmp_path / "saved")

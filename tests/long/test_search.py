@@ -1,5 +1,5 @@
-"""The search of the site finds the page of an error from the whole message, as people paste it, with names of their
-own in it.
+"""The search of the site finds the page of an error from the complete message, as people paste it, with their own names
+in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import ckptconv
 from tests.support.paths import ROOT
 
-#: What is pasted, and the page in docs/fix that has the command for it.
+#: Pasted messages, and the page in docs/fix with the command for each.
 PASTED = {
     "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False. If you "
     "are running on a CPU-only machine, please use torch.load with map_location=torch.device('cpu') to map your "
@@ -48,7 +48,7 @@ PASTED = {
     "you tried to load a PyTorch model from a TF 2.0 checkpoint, please set from_tf=True.": "central-directory",
 }
 
-#: The search's own scripts, with as much of a page as they need; prints for each text the pages found, best first.
+#: Runs the search's own scripts with a minimal page. Prints the pages found for each text, best first.
 _SEARCH = """
 const fs = require("fs"), vm = require("vm"), [, , site, ...texts] = process.argv;
 const ready = [], page = { getElementById: () => ({}), readyState: "loading",
@@ -71,7 +71,7 @@ console.log(JSON.stringify(texts.map((text) => {
 
 @pytest.mark.skipif(not (shutil.which("sphinx-build") and shutil.which("node")), reason="needs Sphinx and Node.js")
 def test_a_pasted_error_leads_to_its_page(tmp_path: Path) -> None:
-    """Its page is the first or the second that is found."""
+    """The page of each error is the first or the second result."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     subprocess.run(["sphinx-build", "-q", "-W", "docs", str(tmp_path)], cwd=ROOT, check=True, env=env, timeout=300)
     for page in ("index.html", "fix/killed.html"):

@@ -1,5 +1,5 @@
-"""Real trainers as the judge: a run of Lightning's, one of transformers' Trainer and a state of accelerate's go on from
-checkpoints that were sent to a GPU and back, or made loadable, as from the originals, bit for bit.
+"""Runs of real trainers: Lightning, transformers' Trainer and accelerate. They resume from checkpoints that were sent
+to a GPU and back, or made loadable, bit for bit as from the originals.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import ckptconv
 from tests.support.judge import refusal
 from tests.support.tiny_models import transformers_offline
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the libraries
 
 Losses = list[float]
 
 
 def there_and_back(file: Path, folder: Path) -> Path:
-    """`file` sent to a GPU and back to the CPU, in `folder` under its name; what torch's safe loader says of it is the
-    same on the way and at the end.
+    """Convert `file` to a GPU and back to the CPU, in `folder`, and return the result. The answer of torch's safe
+    loader must be the same for all three files.
     """
     away, back = folder / f"on-gpu-{file.name}", folder / file.name
     ckptconv.convert(file, away, map_location="cuda:0")
@@ -48,7 +48,7 @@ def there_and_back(file: Path, folder: Path) -> Path:
 
 
 class Config:
-    """A user's class among the hyperparameters, which the safe loader does not know."""
+    """A user's class among the hyperparameters, which torch's safe loader refuses."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -69,9 +69,10 @@ Fit = Callable[..., tuple[Losses, dict[str, torch.Tensor]]]
 
 @pytest.fixture
 def fit(lightning: ModuleType, tmp_path: Path) -> Fit:
-    """Train a tiny network for four epochs, or go on from a checkpoint; the losses from there on, and the weights.
+    """Train a small network for four epochs, or resume from a checkpoint. Return the losses of this run, and the
+    weights.
 
-    A scheduler, BatchNorm's buffers and a generator that makes noise are what a checkpoint must bring back.
+    The checkpoint must also restore a scheduler, BatchNorm's buffers and a generator of noise.
     """
 
     class Noise(lightning.Callback):
@@ -126,8 +127,8 @@ def fit(lightning: ModuleType, tmp_path: Path) -> Fit:
 
 
 def test_a_lightning_run_goes_on(fit: Fit, tmp_path: Path) -> None:
-    """From the retagged checkpoint the last two epochs have the losses of the run that never stopped, and of the one
-    that goes on from the original.
+    """A run that resumes from the retagged checkpoint has the same losses and weights as a run without interruption,
+    and as a run that resumes from the original.
     """
     losses, weights = fit("run")
     original = tmp_path / "run" / "epoch=1.ckpt"
@@ -140,8 +141,8 @@ def test_a_lightning_run_goes_on(fit: Fit, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left_out", ["optimizer_states", "lr_schedulers", "callbacks", "state_dict"])
 def test_every_part_of_a_lightning_checkpoint_counts(fit: Fit, tmp_path: Path, left_out: str) -> None:
-    """With the checkpoint of the first epoch in place of the second's, in one part, the losses
-    differ: the test above sees what is lost.
+    """If one part of the checkpoint is from an earlier epoch, the losses differ. This is the control for
+    ``test_a_lightning_run_goes_on``.
     """
     losses, _ = fit("run")
     checkpoint, earlier = (torch.load(tmp_path / "run" / f"epoch={epoch}.ckpt", weights_only=True) for epoch in (1, 0))
@@ -151,7 +152,9 @@ def test_every_part_of_a_lightning_checkpoint_counts(fit: Fit, tmp_path: Path, l
 
 
 def test_what_lightning_refuses(fit: Fit, tmp_path: Path) -> None:
-    """A class among the hyperparameters is refused with ``weights_only=True`` as before, and comes back without."""
+    """A class among the hyperparameters is refused with ``weights_only=True`` before and after the conversion, and is
+    restored without it.
+    """
     config = Config(8)
     losses, _ = fit("run", config=config)
     original = tmp_path / "run" / "epoch=1.ckpt"
@@ -164,8 +167,8 @@ def test_what_lightning_refuses(fit: Fit, tmp_path: Path) -> None:
 
 
 def test_a_lightning_run_goes_on_from_what_was_made_loadable(fit: Fit, tmp_path: Path) -> None:
-    """With hyperparameters that torch's safe loader refuses: made plain, the file resumes with ``weights_only=True``,
-    and has the losses and weights of the run that never stopped.
+    """A checkpoint whose hyperparameters torch's safe loader refuses resumes with ``weights_only=True`` after
+    ``--loadable``. The losses and weights equal those of a run without interruption.
     """
     config = argparse.Namespace(width=8, path=tmp_path, scale=np.float32(0.5), table=np.arange(3.0))
     config.sub = argparse.Namespace(steps=np.int64(3), random=np.random.RandomState(0).get_state())
@@ -191,7 +194,7 @@ def test_a_lightning_run_goes_on_from_what_was_made_loadable(fit: Fit, tmp_path:
 
 @pytest.fixture(scope="module")
 def transformers() -> Iterator[ModuleType]:
-    """The library; its Trainer needs another one."""
+    """Yield the library. Its Trainer needs accelerate."""
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'ckptconv[long]'")
     with transformers_offline() as library:
         yield library
@@ -199,8 +202,8 @@ def transformers() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def train(transformers: ModuleType, tmp_path: Path) -> Fit:
-    """Train a tiny GPT-2, with dropout, for eight steps, or go on from a checkpoint's folder;
-    the losses of all steps, and the weights.
+    """Train a small GPT-2 with dropout for eight steps, or resume from a folder. Return the losses of all steps, and
+    the weights.
     """
 
     def train(folder: str, resume: Path | None = None) -> Any:
@@ -230,8 +233,8 @@ def train(transformers: ModuleType, tmp_path: Path) -> Fit:
 
 
 def retagged(checkpoint: Path, folder: Path) -> Path:
-    """`checkpoint`, a folder of the Trainer's, in `folder`: all that can hold tensors there and back, the rest as it
-    is.
+    """Copy `checkpoint`, a folder of the Trainer, to `folder`. Files that can contain tensors are converted to a GPU
+    and back.
     """
     shutil.copytree(checkpoint, folder)
     for file in checkpoint.iterdir():
@@ -242,8 +245,8 @@ def retagged(checkpoint: Path, folder: Path) -> Path:
 
 
 def test_a_run_of_the_trainer_goes_on(train: Fit, tmp_path: Path) -> None:
-    """From weights, optimizer, scheduler, generator states and arguments that were retagged, and from the weights as a
-    ``pytorch_model.bin``, the losses and weights are those of the run that never stopped.
+    """A run that resumes from retagged files has the losses and weights of a run without interruption. The weights can
+    also be in a ``pytorch_model.bin``.
     """
     losses, weights = train("run")
     original = tmp_path / "run" / "checkpoint-4"
@@ -263,8 +266,8 @@ def test_a_run_of_the_trainer_goes_on(train: Fit, tmp_path: Path) -> None:
 
 
 def test_a_run_of_the_trainer_goes_on_from_what_was_made_loadable(train: Fit, tmp_path: Path) -> None:
-    """Its states of generators hold numpy's, its arguments are objects: made plain, every file loads with
-    ``weights_only=True`` and nothing told to torch, and the losses and weights are those of the run that never stopped.
+    """After ``--loadable`` every file of the Trainer loads with ``weights_only=True``, and the resumed run has the same
+    losses and weights. Before, torch refused numpy's generator states and the arguments.
     """
     losses, weights = train("run")
     original, ours = tmp_path / "run" / "checkpoint-4", tmp_path / "ours"
@@ -285,7 +288,9 @@ def test_a_run_of_the_trainer_goes_on_from_what_was_made_loadable(train: Fit, tm
 
 
 def test_a_state_of_accelerate_goes_on_from_what_was_made_loadable(tmp_path: Path) -> None:
-    """Its states of generators, which hold numpy's: noise of torch, numpy and Python goes on where it was."""
+    """The generator states of accelerate, which contain numpy's, load after ``--loadable``. The noise of torch, numpy
+    and Python continues at the same position.
+    """
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'ckptconv[long]'")
 
     def noise() -> list[float]:
@@ -306,12 +311,12 @@ def test_a_state_of_accelerate_goes_on_from_what_was_made_loadable(tmp_path: Pat
 
 @pytest.mark.parametrize("wrong", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
 def test_every_file_of_the_trainer_counts(train: Fit, tmp_path: Path, wrong: str) -> None:
-    """Without its optimizer or its generators' states, or with a scheduler that starts anew, the run ends elsewhere:
-    the test above sees what is lost.
+    """Without the optimizer or the generator states, or with a restarted scheduler, the losses differ. This is the
+    control for ``test_a_run_of_the_trainer_goes_on``.
     """
     losses, _ = train("run")
     file = tmp_path / "run" / "checkpoint-4" / wrong
-    if wrong == "scheduler.pt":  # without it the optimizer is not loaded either
+    if wrong == "scheduler.pt":  # without the scheduler the optimizer is not loaded either
         torch.save({**torch.load(file, weights_only=True), "last_epoch": 0}, file)
     else:
         file.unlink()

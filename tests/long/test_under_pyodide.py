@@ -1,6 +1,7 @@
-"""The tests of what the page has, under the page's Python: in WebAssembly, without threads, processes, Unix and torch.
+"""The tests of the modules in the page, under the page's Python: in WebAssembly, without threads, processes, Unix or
+torch.
 
-``tests/support/lacking.py`` skips a test when it uses one of these; most make with torch what they read.
+``tests/support/lacking.py`` skips a test that uses one of these. Most tests use torch to make their inputs.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from tests.support.paths import ROOT
 from tests.support.recording import make_inputs
 from web.build import INTEGRITY, PACKAGE, published
 
-#: What is run: folders and files with tests of modules that the page has.
+#: Folders and files with tests of modules that the page contains.
 WHERE = """
     unit/byteranges unit/checkpoint unit/conversion unit/edits unit/formats unit/inspection unit/pickles unit/render
     unit/safety unit/test_errors.py unit/test_hints.py unit/test_init.py unit/test_light_dataclass.py
     unit/test_limits.py unit/test_sizes.py e2e/test_web_bridge.py
 """
-#: What tests need, in wheels that are Python alone; of hypothesis the last version that is.
+#: Packages that the tests need, as pure Python wheels. This is the last version of hypothesis with such a wheel.
 WHEELS = (
     *("pytest", "pluggy", "iniconfig", "packaging", "pygments", "click"),
     *("hypothesis==6.100.0", "attrs", "sortedcontainers"),
 )
-#: Tests that are left out, and why.
+#: Excluded tests, with the reasons.
 LEFT_OUT = {
     "test_depth_of_any_kind_needs_no_stack": "100,000 levels, which Python frees one within another: the stack ends",
     "test_a_long_chain_of_modules_ends": "20,000 levels, likewise",
@@ -47,7 +48,7 @@ LEFT_OUT = {
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pyodide, and pytest for it."""
+    """Return a folder with Pyodide, and with pytest for it."""
     folder = tmp_path_factory.mktemp("engine")
     for program in ("npm", "node"):
         if shutil.which(program) is None:
@@ -65,7 +66,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed(engine: Path, folder: Path, *words: str) -> dict[str, Any]:
-    """What ``main`` of a module gives there."""
+    """Run a module's ``main`` under Pyodide and return the JSON that it prints."""
     script = ROOT / "tests" / "support" / "under_pyodide.mjs"
     typed = ["node", str(script), str(engine), str(ROOT), str(folder), *words]
     done = subprocess.run(typed, capture_output=True, text=True, timeout=1000, check=False)
@@ -76,15 +77,15 @@ def printed(engine: Path, folder: Path, *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", WHERE.split())
-def test_what_the_page_has_passes_there(name: str, engine: Path) -> None:
+def test_modules_of_the_page_pass_their_tests(name: str, engine: Path) -> None:
     words = ["-q", "-k", f"not ({' or '.join(LEFT_OUT)})", f"tests/{name}"]
     assert printed(engine, engine / "wheels", "tests.support.lacking", *words)["passed"]
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, for the odd files that are made
-def test_it_answers_there_as_it_does_here(engine: Path, tmp_path: Path) -> None:
-    """Hundreds of files, as programs write them, broken, hostile and of other programs: the verdict, the page of what
-    is inside, plans and the bytes of copies are the same in both.
+@pytest.mark.filterwarnings("ignore")  # warnings of torch about the odd files
+def test_answers_are_the_same_under_pyodide(engine: Path, tmp_path: Path) -> None:
+    """For hundreds of files, real, broken, hostile and of other programs, the verdict, the page, the plans and the
+    copied bytes are the same under Pyodide as here.
     """
     make_inputs(tmp_path / "inputs")
     typed = [sys.executable, "-m", "tests.support.web_answers", str(tmp_path / "inputs")]
@@ -95,7 +96,7 @@ def test_it_answers_there_as_it_does_here(engine: Path, tmp_path: Path) -> None:
     assert {path: (expected[path], said) for path, said in there.items() if said != expected[path]} == {}
 
 
-def test_all_that_the_page_has_is_run() -> None:
-    """Each folder of tests is named here, or holds tests of what the page does not have."""
+def test_all_folders_of_tests_are_considered() -> None:
+    """Every folder of unit tests is in ``WHERE``, except those of modules that the page does not contain."""
     there = {f"unit/{path.name}" for path in (ROOT / "tests" / "unit").iterdir() if not path.name.startswith("_")}
     assert there - set(WHERE.split()) == {"unit/cli", "unit/output", "unit/tensors"}

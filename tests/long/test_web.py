@@ -1,5 +1,5 @@
-"""The page that converts in the browser, in headless Chromium: what it saves is what the command line writes, it asks
-nobody for anything, and what goes wrong is said as the command line says it.
+"""The page that converts in the browser, in headless Chromium. It saves the same bytes as the command line, sends no
+requests, and shows the same errors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def page(chromium: Any, site: Site) -> Iterator[Page]:
-    """One page for all that leaves no trace; it says nothing on the console."""
+    """Yield a page that is shared by tests that leave nothing in it. It must write nothing to the console."""
     with opened_page(chromium, site) as opened:
         yield opened
         assert opened.said == []
@@ -50,7 +50,7 @@ def page(chromium: Any, site: Site) -> Iterator[Page]:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where files are written, and commands typed."""
+    """Change to a temporary folder for files and commands."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -66,7 +66,7 @@ def training() -> dict[str, Any]:
 
 
 def write(kind: str) -> Path:
-    """A checkpoint in each container, in this folder."""
+    """Write a checkpoint of this `kind` to the current folder, and return its path."""
     path = Path(f"{kind}.safetensors" if kind == "safetensors" else f"{kind}.pkl" if kind == "pickle" else f"{kind}.pt")
     if kind == "safetensors":
         safetensors.torch.save_file({name: tensor.clone() for name, tensor in state().items()}, path)
@@ -83,7 +83,7 @@ def write(kind: str) -> Path:
 
 
 def write_set(folder: Path, suffix: str) -> dict[str, torch.Tensor]:
-    """Three shards, their index, and a file beside them."""
+    """Write three shards, their index and a configuration file to `folder`, and return the tensors."""
     folder.mkdir()
     tensors = {f"module.l{i}.w": torch.full((100,), float(i)) for i in range(3)}
     (folder / "config.json").write_text("{}")
@@ -96,7 +96,7 @@ def write_set(folder: Path, suffix: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-#: A container, what is filled in, and words that the command must have.
+#: A container, the fields that are filled in, and words of the command.
 CONVERSIONS: list[tuple[str, dict[str, str | bool], str]] = [
     ("zip", {"to": "cuda:1"}, "--to cuda:1"),
     ("zip", {"map": "cpu=cuda:0", "strip_prefix": "module."}, "--map cpu=cuda:0 --strip-prefix module."),
@@ -119,7 +119,7 @@ CONVERSIONS: list[tuple[str, dict[str, str | bool], str]] = [
 def test_it_saves_what_the_command_line_writes(
     kind: str, fields: dict[str, str | bool], words: str, page: Page
 ) -> None:
-    """Byte for byte, by the command that it shows."""
+    """The page saves the same bytes as the command that it shows."""
     page.choose(write(kind))
     page.prepare(**fields)
     assert not page.shows("error"), page.text("error")
@@ -131,12 +131,14 @@ def test_it_saves_what_the_command_line_writes(
 
 
 def test_firefox_saves_the_same(site: Site, tmp_path: Path) -> None:
-    """All of it, and a set of shards; and requests that are planted are blocked."""
+    """Firefox saves the same bytes for all conversions and for a set of shards, and blocks planted requests."""
     check_what_is_saved("firefox", site, tmp_path)
 
 
 def check_what_is_saved(kind: str, site: Site, folder: Path) -> None:
-    """A `kind` of browser saves what the command line writes, and blocks requests; its files stand in `folder`."""
+    """Fail unless a browser of this `kind` saves the same bytes as the command line, and blocks requests. `folder` is
+    for its files.
+    """
     write_set(Path("FOLDER"), ".bin")
     chosen = [[write(kind)] for kind, _, _ in CONVERSIONS] + [[*Path("FOLDER").iterdir()]]
     filled = [*(each for _, each, _ in CONVERSIONS), {"dst": "one.safetensors"}]
@@ -155,7 +157,9 @@ def check_what_is_saved(kind: str, site: Site, folder: Path) -> None:
 @pytest.mark.parametrize("way", ["chosen", "dropped"])
 @pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
 def test_a_set_of_shards_is_one_checkpoint(suffix: str, way: str, page: Page) -> None:
-    """All its files chosen, or its folder dropped: one file is made of it, or a set again, by the command shown."""
+    """A set of shards, as chosen files or as a dropped folder, is converted to one file or to another set, like the
+    command that the page shows.
+    """
     tensors = write_set(Path("FOLDER"), suffix)
     if way == "chosen":
         page.choose(*sorted(Path("FOLDER").iterdir()))
@@ -163,7 +167,7 @@ def test_a_set_of_shards_is_one_checkpoint(suffix: str, way: str, page: Page) ->
         page.drop(Path("FOLDER"))
     assert not page.shows("error"), page.text("error")
     assert page.shows("several") and "a folder of shards again" in page.text("several")
-    assert page.shows("stands")  # that FOLDER stands for another name
+    assert page.shows("stands")  # a note says that FOLDER stands for another name
     rows = page.page.frame_locator("#inside").locator("#rows tr")
     rows.nth(2).wait_for(state="attached")
     assert rows.count() >= len(tensors)
@@ -183,7 +187,9 @@ def test_a_set_of_shards_is_one_checkpoint(suffix: str, way: str, page: Page) ->
 
 
 def test_a_part_of_a_set_says_what_is_missing(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the command line says it; a folder with several checkpoints says which, and the command for all of them."""
+    """The error about an incomplete set is that of the command line. For a folder with several checkpoints, the error
+    names them and the command that converts all of them.
+    """
     write_set(Path("FOLDER"), ".bin")
     Path("FOLDER/pytorch_model-00002-of-00003.bin").unlink()
     page.choose(*sorted(Path("FOLDER").iterdir()))
@@ -200,7 +206,9 @@ def test_a_part_of_a_set_says_what_is_missing(page: Page, capsys: pytest.Capture
 
 
 def test_a_set_is_saved_in_one_folder(chromium: Any, site: Site) -> None:
-    """Where the browser gives one: all of it, or nothing of it; never into one that has something in it."""
+    """If the browser provides a folder, a set is saved to it with the same bytes as by the command line. A folder that
+    exists already is refused.
+    """
     script = "globalThis.showDirectoryPicker = () => navigator.storage.getDirectory();"
     tensors = write_set(Path("FOLDER"), ".safetensors")
     with opened_page(chromium, site, script=script) as page:
@@ -233,7 +241,7 @@ def sum_of(path: Path) -> str:
 
 
 def test_the_fixes_of_inspect_are_buttons(page: Page) -> None:
-    """Each is what inspect would have one type."""
+    """A button for a finding fills in the command that ``inspect`` suggests."""
     torch.save({f"module.{name}": tensor for name, tensor in state("").items()}, "ddp.pt")
     page.choose(Path("ddp.pt"))
     assert "module." in page.text("findings") and not page.shows("several") and not page.shows("stands")
@@ -245,7 +253,7 @@ def test_the_fixes_of_inspect_are_buttons(page: Page) -> None:
 
 
 def test_all_faults_are_mended_before_one(page: Page) -> None:
-    """The button for all stands first; the button of one fault says that the others stay. The copy loads on a CPU."""
+    """The first button mends all findings, and the others mend one each. The mended copy loads on a CPU."""
     torch.save(state(), "cpu.pt")
     assert main(["convert", "cpu.pt", "gpu.pt", "--map", "cpu=cuda:0", "-q"]) == 0
     page.choose(Path("gpu.pt"))
@@ -253,7 +261,7 @@ def test_all_faults_are_mended_before_one(page: Page) -> None:
     assert first == "Mend all" and {*others} == {"Mend only this"} and len(others) >= 2
     assert page.text("state").endswith("nothing of it was run. Next: mend it, or save a changed copy.")
     page.press("#findings button >> nth=0")
-    assert page.page.locator("#more").evaluate("(more) => more.open") and page.shows("save")  # what was set
+    assert page.page.locator("#more").evaluate("(more) => more.open") and page.shows("save")  # shows the set option
     assert "Press Save" in page.text("state") and page.page.locator("#edits [name=strip_prefix]").is_visible()
     assert page.text("save").startswith("Save gpu-fixed.pt, ")
     loaded = torch.load(page.save(), weights_only=True)
@@ -262,7 +270,9 @@ def test_all_faults_are_mended_before_one(page: Page) -> None:
 
 @pytest.mark.parametrize("width", [400, 1280])
 def test_save_is_next_to_the_button_that_was_pressed(width: int, chromium: Any, site: Site) -> None:
-    """In sight and enabled, without scrolling; below Prepare, if that was pressed. A set without a folder too."""
+    """After a button is pressed, Save is enabled and visible next to it without scrolling. This also applies to
+    Prepare, and to a set without a folder.
+    """
     torch.save(state(), "cpu.pt")
     assert main(["convert", "cpu.pt", "gpu.pt", "--map", "cpu=cuda:0", "-q"]) == 0
     write_set(Path("FOLDER"), ".safetensors")
@@ -289,11 +299,11 @@ def test_save_is_next_to_the_button_that_was_pressed(width: int, chromium: Any, 
 
 
 def test_the_contents_are_the_page_of_inspect(page: Page) -> None:
-    """In a frame that can do nothing outside of itself; of the second file that is chosen too."""
+    """The page of ``inspect`` is shown in a frame, also for a second file."""
     for kind in ("zip", "training"):
         page.choose(write(kind))
         frame = page.page.frame_locator("#inside")
-        frame.locator("#map div").nth(3).wait_for(state="attached")  # what is out of sight may not be drawn
+        frame.locator("#map div").nth(3).wait_for(state="attached")  # parts outside the window may not be drawn
     assert "optimizer" in frame.locator("#tree").text_content() and frame.locator("#rows button").count() >= 9
     page.page.locator("#full").click()
     page.page.wait_for_function("document.fullscreenElement?.id === 'inside'")
@@ -302,7 +312,9 @@ def test_the_contents_are_the_page_of_inspect(page: Page) -> None:
 
 
 def test_two_files_are_compared(page: Page) -> None:
-    """Equal by their checksums; different in their names; in their values, as far as that is known without torch."""
+    """Two files are equal if their checksums are equal. Otherwise the page reports the differences that can be found
+    without torch.
+    """
     torch.save(state(), "a.pt")
     torch.save(state(), "b.pt")
     page.choose(Path("a.pt"), Path("b.pt"))
@@ -316,7 +328,7 @@ def test_two_files_are_compared(page: Page) -> None:
     assert "compared: values of 7 tensors (module.layers.0.weight, " in page.text("difference")
 
 
-def test_more_is_refused_with_what_to_type(page: Page) -> None:
+def test_three_files_are_refused_with_a_command(page: Page) -> None:
     for name in "abc":
         torch.save(state(), f"{name}.pt")
     page.choose(*map(Path, ("a.pt", "b.pt", "c.pt")))
@@ -324,7 +336,7 @@ def test_more_is_refused_with_what_to_type(page: Page) -> None:
 
 
 def deep(path: Path) -> None:
-    """Lists in lists, 500 levels."""
+    """Save lists with 500 levels of nesting."""
     torch.save({"w": torch.ones(1), "v": []}, path)
     pickled = records_of(path)["data.pkl"]
     assert pickled.count(b"]") == 1
@@ -343,7 +355,7 @@ def truncated(path: Path) -> None:
     path.write_bytes(write("zip").read_bytes()[:-500])
 
 
-#: Files that are refused, and what the command line says of them.
+#: Files that the page refuses with the error of the command line.
 HOSTILE: dict[str, Callable[[Path], object]] = {
     "deep": deep,
     "truncated": truncated,
@@ -355,22 +367,24 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_cannot_be_read_is_said_as_the_command_line_does(
+def test_read_errors_are_those_of_the_command_line(
     name: str, page: Page, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under the same limits."""
+    """The error about an unreadable file is that of the command line. Only the limit on nesting is lower."""
     path = Path(f"{name}.pt")
     HOSTILE[name](path)
     page.choose(path)
-    if name == "deep":  # the one limit that is lower there
+    if name == "deep":  # the only limit that is lower in the browser
         assert "nested too deeply" in page.text("error") and "at most 400 levels" in page.text("error")
         return
     assert main(["inspect", str(path)]) == 1
     assert page.text("error") == capsys.readouterr().err.strip()
 
 
-def test_what_ends_the_stack_is_said_and_the_page_goes_on(chromium: Any, site: Site) -> None:
-    """100,000 levels that Python frees one within another: whether the worker ends or not, the next file is read."""
+def test_page_continues_after_a_stack_overflow(chromium: Any, site: Site) -> None:
+    """100,000 nested tuples, which Python frees recursively, are reported. The page reads the next file, even if the
+    worker ended.
+    """
     Path("tuples.pkl").write_bytes(b"\x80\x04N" + b"\x85" * 100_000 + b".")
     with opened_page(chromium, site) as page:
         page.choose(Path("tuples.pkl"))
@@ -380,14 +394,16 @@ def test_what_ends_the_stack_is_said_and_the_page_goes_on(chromium: Any, site: S
         assert not page.shows("error") and page.text("name") == "zip.pt"
 
 
-def test_what_cannot_be_converted_is_said_so_too(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything is saved: a typo, a wrong checksum."""
+def test_conversion_errors_are_those_of_the_command_line(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    """The errors about a wrong prefix and a wrong checksum are those of the command line. An error about a field is
+    shown next to it.
+    """
     page.choose(write("zip"))
     page.prepare(dst="x.pt", strip_prefix="modul.")
     assert main(["convert", "zip.pt", "x.pt", "--strip-prefix", "modul."]) == 1
     assert page.text("error") == capsys.readouterr().err.strip()
     assert page.page.locator("#edits #error").count() == 1 and page.page.locator("#save").is_disabled()
-    page.prepare(strip_prefix="", to="nonsense:x")  # its error names no option, but its value
+    page.prepare(strip_prefix="", to="nonsense:x")  # the error names only the value of the option
     error = page.page.locator("p:has([name=to]) + #error")
     assert error.inner_text().startswith("ckptconv: 'nonsense:x' is not a device")
     assert page.page.evaluate("document.activeElement.name") == "to"
@@ -402,8 +418,10 @@ def test_what_cannot_be_converted_is_said_so_too(page: Page, capsys: pytest.Capt
     assert page.text("error") == capsys.readouterr().err.strip()
 
 
-def test_what_is_dangerous_is_not_saved(page: Page) -> None:
-    """It has a headline of its own, Save says why it does nothing, and no option is named that the page has not."""
+def test_dangerous_objects_are_not_saved(page: Page) -> None:
+    """A dangerous file has its own headline, and Save gives the reason why it is disabled. The error names no option
+    that the page lacks. Without the dangerous object the file can be saved.
+    """
     dangerous(Path("bad.pt"))
     page.choose(Path("bad.pt"))
     assert page.text("danger").startswith("Dangerous: do not load this file") and "posix.system" in page.text("danger")
@@ -421,7 +439,7 @@ def test_what_is_dangerous_is_not_saved(page: Page) -> None:
 
 
 def test_names_are_text(page: Page) -> None:
-    """Of files and in files."""
+    """Hostile names of files and tensors are shown as text."""
     name = "<img src=x onerror=document.title='gone'>"
     torch.save({f"module.{name}": torch.ones(1), "other": torch.ones(1)}, f"{name.replace('/', '')}.pt")
     Path("a\u202egnp.pt").write_bytes(Path(f"{name}.pt").read_bytes())
@@ -436,7 +454,7 @@ def test_names_are_text(page: Page) -> None:
 @pytest.mark.parametrize("way", ["chosen", "dropped"])
 @pytest.mark.parametrize("change", [lambda path: path.write_bytes(bytes(path.stat().st_size)), Path.unlink])
 def test_a_file_that_changes_is_noticed(change: Callable[[Path], object], way: str, page: Page) -> None:
-    """Between choosing it and planning, between planning and saving, and when it is read; its size can be the same."""
+    """A changed or deleted file is an error when it is saved, planned or read, even if its size is the same."""
     path = write("legacy")
     page.choose(path) if way == "chosen" else page.drop(path)
     page.prepare(to="cuda:0")
@@ -446,7 +464,7 @@ def test_a_file_that_changes_is_noticed(change: Callable[[Path], object], way: s
     assert "changed" in page.text("error") and "legacy.pt" in page.text("error")
     page.prepare(to="cuda:0")
     assert "changed" in page.text("error") and not page.shows("planned")
-    if way == "chosen":  # the page looks away, and the worker, which reads, sees it
+    if way == "chosen":  # the page does not check, so the worker that reads finds the change
         page.page.evaluate("Blob.prototype.arrayBuffer = async () => new ArrayBuffer(0)")
         page.prepare(to="cuda:1")
         assert "ckptconv: legacy.pt: the file was changed, moved or deleted since it was chosen" in page.text("error")
@@ -454,7 +472,7 @@ def test_a_file_that_changes_is_noticed(change: Callable[[Path], object], way: s
 
 
 def test_a_file_that_changes_while_it_is_saved_is_noticed(chromium: Any, site: Site) -> None:
-    """And nothing of it is kept."""
+    """A file that changes during the save is an error, and no part of it is kept."""
     script = """globalThis.showSaveFilePicker = async ({ suggestedName }) => {
         await new Promise((done) => { globalThis.go = done; });
         return (await navigator.storage.getDirectory()).getFileHandle(suggestedName, { create: true });
@@ -473,8 +491,8 @@ def test_a_file_that_changes_while_it_is_saved_is_noticed(chromium: Any, site: S
         assert page.page.evaluate(f"{size}.then((h) => h.getFile()).then((f) => f.size)") == 0
 
 
-def test_it_asks_nobody_for_anything(chromium: Any, site: Site) -> None:
-    """Once it is loaded: no request from reading, showing, planning and saving; and a planted one is blocked."""
+def test_no_request_after_the_page_is_loaded(chromium: Any, site: Site) -> None:
+    """After the page is loaded, reading, showing, planning and saving send no request. Planted requests are blocked."""
     with opened_page(chromium, site) as page, served(Path()) as other:
         page.choose(write("zip"))
         assert "Nothing is uploaded: the browser forbids it" in page.text("promise")
@@ -484,7 +502,7 @@ def test_it_asks_nobody_for_anything(chromium: Any, site: Site) -> None:
         page.choose(write("training"))
         page.prepare(to="cuda:0", suffix=".safetensors")
         page.save()
-        assert {*site.asked[before:]} <= {"/sw.js"}  # the browser's own question whether that has changed
+        assert {*site.asked[before:]} <= {"/sw.js"}  # the browser checks whether that file has changed
         assert [url for url in asked if not url.startswith(("blob:", "about:"))] == []
         assert page.said == []
         for target in (other.url, site.url + "index.html?data", "data:,"):
@@ -496,7 +514,7 @@ def test_it_asks_nobody_for_anything(chromium: Any, site: Site) -> None:
 
 
 def test_it_works_offline(chromium: Any, site: Site) -> None:
-    """From the second visit on, whether the host is there or not."""
+    """From the second visit on, the page works without its host."""
     with opened_page(chromium, site) as page:
         page.choose(write("zip"))
         page.page.context.set_offline(True)
@@ -507,11 +525,11 @@ def test_it_works_offline(chromium: Any, site: Site) -> None:
         saved = page.save()
         assert main([*shlex.split(page.text("command"))[1:], "-q"]) == 0
         assert sum_of(saved) == sum_of(Path("legacy-new.pt"))
-        assert {*site.asked[before:]} <= {"/sw.js"}  # which browsers ask for anew, in vain here
+        assert {*site.asked[before:]} <= {"/sw.js"}  # browsers request it again, here without success
 
 
 def test_python_is_started_once(chromium: Any, site: Site) -> None:
-    """The keyboard, the pointer and a file ask for it one after another, while it still loads."""
+    """Python is started only once, even if keyboard, pointer and file request it while it loads."""
     script = """globalThis.started = 0;
         globalThis.Worker = class extends Worker { constructor(...given) { super(...given); started++; } };"""
     with opened_page(chromium, site, script=script) as page:
@@ -522,7 +540,9 @@ def test_python_is_started_once(chromium: Any, site: Site) -> None:
 
 
 def test_a_worker_that_hangs_is_ended(chromium: Any, site: Site) -> None:
-    """After the deadline, which is shorter here; the page stays, and the next file is read by another one."""
+    """A worker that hangs is ended after a deadline, which the test shortens. The page stays, and another worker reads
+    the next file.
+    """
     script = """const after = setTimeout, send = Worker.prototype.postMessage;
         setTimeout = (run, ms) => after(run, ms === 60000 && globalThis.hangs ? 1000 : ms);
         Worker.prototype.postMessage = function (said) { if (!globalThis.hangs) send.call(this, said); };"""
@@ -542,8 +562,8 @@ def test_a_worker_that_hangs_is_ended(chromium: Any, site: Site) -> None:
         assert not page.shows("error") and page.shows("planned")
 
 
-def test_it_streams_to_a_file_where_it_can(chromium: Any, site: Site) -> None:
-    """Where the browser gives it one: here in the file system of the page."""
+def test_output_is_streamed_to_a_file(chromium: Any, site: Site) -> None:
+    """If the browser provides a file, the output is streamed to it. Here it is in the file system of the page."""
     script = """globalThis.showSaveFilePicker = async ({ suggestedName }) =>
         (await navigator.storage.getDirectory()).getFileHandle(suggestedName, { create: true });"""
     with opened_page(chromium, site, script=script) as page:
@@ -562,7 +582,7 @@ def test_it_streams_to_a_file_where_it_can(chromium: Any, site: Site) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1280])
 def test_everybody_can_use_it(width: int, scheme: str, chromium: Any, site: Site, tmp_path: Path) -> None:
-    """axe-core has nothing to say, and nothing is wider than the window; before and after a file is chosen."""
+    """axe-core finds no violations, and nothing is wider than the window, before and after a file is chosen."""
     axe = axe_source(tmp_path)
     with opened_page(chromium, site, width=width, scheme=scheme) as page:
         page.page.evaluate(axe)
@@ -571,7 +591,7 @@ def test_everybody_can_use_it(width: int, scheme: str, chromium: Any, site: Site
                 page.choose(write("training"))
             elif step == 2:
                 page.prepare(to="cuda:0")
-            assert page.shows("errors") == (step == 0)  # the list of errors, until a file is there
+            assert page.shows("errors") == (step == 0)  # the list of errors is shown until a file is chosen
             run = "axe.run({iframes: false}).then((r) => r.violations.map((v) => [v.id, v.nodes.map((n) => n.html)]))"
             found = page.page.evaluate(run)
             assert found == []
@@ -579,7 +599,7 @@ def test_everybody_can_use_it(width: int, scheme: str, chromium: Any, site: Site
 
 
 def test_by_keyboard(page: Page) -> None:
-    """From the chooser through a fix to the copy."""
+    """The keyboard leads from the chooser to a fix and to the saved copy."""
     torch.save(state(), "ddp.pt")
     page.choose(Path("ddp.pt"))
     page.page.locator("#choose").focus()

@@ -1,4 +1,4 @@
-"""The page that converts in the browser, with a file of 5 GiB, in a Chromium of its own whose memory can be counted."""
+"""The page that converts in the browser, with a file of 5 GiB, in a separate Chromium whose memory can be measured."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.web_page import Site, opened_page
 
 
 def test_five_gibibytes(site: Site) -> None:  # noqa: F811 - the fixture
-    """Of a file that has 5 GiB of tensors, at most 300 kB are read to show it and to plan the copy. The memory of the
-    page stays small, and the copy is what the command line writes.
+    """The page reads at most 300 kB of a file with 5 GiB of tensors to show it and to plan the copy. The memory of the
+    page stays small, and the copy equals the output of the command.
     """
     with torch.serialization.skip_data():
         torch.save({f"layers.{i}.weight": torch.empty(32 << 20, 4) for i in range(10)}, "large.pt")
@@ -34,7 +34,7 @@ def test_five_gibibytes(site: Site) -> None:  # noqa: F811 - the fixture
 
 
 def largest_renderer(chromium: Any) -> int:
-    """The most memory that one of its processes for pages has had, in bytes."""
+    """Return the peak memory in bytes of the largest renderer process of `chromium`."""
     said = chromium.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
     found = []
     for pid in (each["id"] for each in said if each["type"] == "renderer"):

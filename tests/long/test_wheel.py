@@ -1,5 +1,5 @@
-"""The wheel, installed without torch and used outside of the checkout: what only moves bytes works, and what computes
-numbers says what to install. And what is published: ``.ci/release``.
+"""The wheel, installed without torch and used outside of the checkout. Commands that only move bytes work, and commands
+that compute numbers print the package to install. The last tests check the files that ``.ci/release`` publishes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.paths import FIXTURES, ROOT
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with the wheel in it, and what it requires."""
+    """Return a new environment with the wheel and its requirements."""
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT], check=True)
     (wheel,) = folder.glob("ckptconv-*.whl")
@@ -36,8 +36,8 @@ def run(environment: Path, here: Path, *words: str) -> subprocess.CompletedProce
     return subprocess.run([environment / "bin/ckptconv", *words], cwd=here, env=clean, capture_output=True, text=True)
 
 
-def test_it_brings_neither_torch_nor_numpy(environment: Path) -> None:
-    """click and rich, and what these need."""
+def test_dependencies_exclude_torch_and_numpy(environment: Path) -> None:
+    """The wheel installs only click and rich, with their dependencies."""
     typed = [environment / "bin/python", "-m", "pip", "list", "--format=freeze"]
     listed = subprocess.run(typed, capture_output=True, text=True, check=True).stdout
     names = {line.partition("==")[0].lower().partition(" @")[0] for line in listed.splitlines()} - {"pip", "setuptools"}
@@ -72,7 +72,7 @@ def test_what_needs_no_torch(words: str, environment: Path, tmp_path: Path) -> N
     ],
 )  # fmt: skip
 def test_what_needs_torch(words: str, environment: Path, tmp_path: Path) -> None:
-    """The message contains the command that installs it, and nothing is written."""
+    """A command that needs torch prints the command that installs it, and writes nothing."""
     shutil.copy(FIXTURES / "cpu.pt", tmp_path / "a.pt")
     assert run(environment, tmp_path, "convert", "a.pt", "changed.safetensors").returncode == 0
     with (tmp_path / "changed.safetensors").open("r+b") as file:
@@ -86,7 +86,9 @@ def test_what_needs_torch(words: str, environment: Path, tmp_path: Path) -> None
 
 
 def unversioned(outcome: dict[str, Any]) -> dict[str, Any]:
-    """`outcome` without the version of torch whose rules were followed: the installed one, or the newest known one."""
+    """Return `outcome` without the version of torch whose rules were used. It is the installed version, or else the
+    newest known one.
+    """
     for stream in ("stdout", "stderr"):
         outcome[stream] = re.sub(r'"installed": [^,]*', '"installed": T', outcome[stream])
         outcome[stream] = re.sub(r"\b2\.1[0-9]\b", "2.N", outcome[stream])
@@ -94,8 +96,8 @@ def unversioned(outcome: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_all_else_is_the_same_with_and_without_torch(environment: Path, tmp_path: Path) -> None:
-    """Forty commands on each fixture, in three formats, print and write the same in both environments, unless they name
-    the command that installs torch or huggingface_hub; then they write nothing.
+    """More than 400 runs of commands on the fixtures, in three formats, print and write the same with and without
+    torch, or else print the command that installs torch or huggingface_hub and write nothing.
     """
     inputs = tmp_path / "inputs"
     shutil.copytree(FIXTURES, inputs / "fixtures", ignore=shutil.ignore_patterns("*.py", "*.md"))
@@ -127,15 +129,15 @@ def release(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_is_published(tmp_path: Path) -> None:
-    """Two builds are equal, and the checks of other people's tools pass."""
+    """Two builds are equal, and the checks of other tools pass."""
     done = release(tmp_path / "dist")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.suffix for path in (tmp_path / "dist").iterdir()) == [".gz", ".whl"]
     assert "valid, and nothing of others is in the wheel" in done.stdout
 
 
-def test_what_is_not_published(tmp_path: Path) -> None:
-    """A version under the tag of another, and an account that nobody has filled in."""
+def test_refused_releases(tmp_path: Path) -> None:
+    """A release is refused if the tag belongs to another version, or if the account is still a placeholder."""
     done = release(tmp_path / "dist", "v0.0.0")
     assert done.returncode == 1 and "the tag is v0.0.0" in done.stdout
     done = release(tmp_path / "dist", f"v{ckptconv.__version__}")

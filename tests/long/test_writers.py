@@ -1,4 +1,4 @@
-"""Two hundred writers of one target, ten at a time, all at once: the target is always one of their outputs, whole."""
+"""Two hundred writers of one target, ten at the same time. The target is always the complete output of one of them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.writers import sharded
 WRITERS = 200
 AT_ONCE = 10
 
-#: Starts a process for each command, all ready before the first goes on; prints what became of
-#: each: exit status and what it said.
+#: Starts a process for each command. All start to convert at the same time. Prints the exit status and the errors of
+#: each.
 _CROWD = """
 import json, os, sys, tempfile
 from ckptconv.cli.main import main
@@ -55,7 +55,7 @@ print(json.dumps(done))
 
 
 def crowd(commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
-    """What became of `commands`, which were begun at once."""
+    """Run `commands` at the same time. Return the exit status and the errors of each."""
     done = subprocess.run(
         [sys.executable, "-c", _CROWD], input=json.dumps(commands), capture_output=True, text=True, check=True
     )
@@ -66,7 +66,7 @@ def crowd(commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
 def inputs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[Path], list[Content]]:
-    """Two hundred checkpoints, files or sets of shards, no two alike, and what becomes of each."""
+    """Return two hundred different checkpoints, files or sets of shards, and the output of each."""
     folder = tmp_path_factory.mktemp("inputs")
     srcs, outputs = [], []
     for number in range(WRITERS):
@@ -83,8 +83,8 @@ def inputs(
 
 
 class Watcher(threading.Thread):
-    """Looks at `target`, again and again, until it is told to end; what it saw that was
-    not `is_whole`, and how often it looked.
+    """A thread that reads `target` repeatedly until it is told to end. It records the contents that are not `is_whole`,
+    and the number of reads.
     """
 
     def __init__(self, target: Path, is_whole: Callable[[Content], bool]) -> None:
@@ -100,7 +100,7 @@ class Watcher(threading.Thread):
                 before = self.target.stat().st_ino
                 seen = content_of(self.target)
                 if self.target.is_dir() and self.target.stat().st_ino != before:
-                    continue  # the folder has another's name by now, and is being deleted
+                    continue  # the folder has another name by now and is being deleted
             except OSError:
                 continue
             self.looks += 1
@@ -109,9 +109,10 @@ class Watcher(threading.Thread):
 
 
 def test_two_hundred_writers_that_may_replace(inputs: tuple[list[Path], list[Content]], tmp_path: Path) -> None:
-    """With --force each has its turn: whoever looks sees one of the outputs, and nothing is left but the last one's.
+    """With ``--force`` a reader always sees one complete output, and afterwards the target contains one of the new
+    outputs.
 
-    All say that they are done, unless another one replaced their output before they looked at it.
+    A writer succeeds, or reports that another process replaced its output before the check.
     """
     srcs, outputs = inputs
     is_folder = isinstance(outputs[0], dict)
@@ -130,7 +131,7 @@ def test_two_hundred_writers_that_may_replace(inputs: tuple[list[Path], list[Con
             assert all("another process replaced the output" in said for said in replaced)
             assert content_of(target) in outputs[begin : begin + AT_ONCE]
             assert len(os.listdir(out)) <= 1 + is_folder * len(replaced)
-            for path in out.iterdir():  # the old folder of one whose new one was replaced at once
+            for path in out.iterdir():  # the old folder of a writer whose output was replaced at once
                 if path != target:
                     shutil.rmtree(path)
     finally:
@@ -141,8 +142,8 @@ def test_two_hundred_writers_that_may_replace(inputs: tuple[list[Path], list[Con
 
 
 def test_two_hundred_writers_that_may_not(inputs: tuple[list[Path], list[Content]], tmp_path: Path) -> None:
-    """Without --force exactly one of each ten writes the target; the others say in one
-    line that it is there, and leave nothing.
+    """Without ``--force`` exactly one of ten writers writes the target. Each other writer reports that the output
+    exists, and leaves nothing.
     """
     srcs, outputs = inputs
     said: Counter[str] = Counter()
@@ -160,5 +161,5 @@ def test_two_hundred_writers_that_may_not(inputs: tuple[list[Path], list[Content
             assert line.count("\n") == 2 * status
             assert status == 0 or "the output exists" in line
             said["by now" if "another process" in line else "before"] += status
-    if not isinstance(outputs[0], dict):  # a folder is looked at once more in the end, and the same is said
+    if not isinstance(outputs[0], dict):  # a folder is checked again at the end, with the same message
         assert said["by now"] > 0

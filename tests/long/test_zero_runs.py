@@ -1,6 +1,6 @@
-"""ZeRO checkpoints that DeepSpeed writes in one to four processes, judged by DeepSpeed's own programs.
+"""ZeRO checkpoints that DeepSpeed writes in one to four processes, compared with DeepSpeed's own programs.
 
-It needs DeepSpeed, which only ``.ci/zero`` installs.
+The tests need DeepSpeed, which only ``.ci/zero`` installs.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 _RUNS = Path(__file__).parents[1] / "support" / "zero_runs.py"
 _SMALL = [case for case in CASES if not case.startswith("large")]
 _NO_REFERENCE = ("bf16-optimizer",)  # zero_to_fp32 reads no files of this optimizer
-#: ``ds_to_universal`` ends with an error for elastic checkpoints, and its own fp32 weights are not those of
-#: ``zero_to_fp32`` after round robin: ``param_slice_mappings`` do not follow it. Both are judged by training on.
+#: ``ds_to_universal`` fails for elastic checkpoints. After round robin its fp32 weights differ from those of
+#: ``zero_to_fp32``, because ``param_slice_mappings`` ignore it. Both cases are tested by further training.
 _NOT_UNIVERSAL = ("sgd", "elastic", "roundrobin")
 
 
 def environment() -> dict[str, str]:
-    """The environment of a process that has no accelerator."""
+    """Return the environment of a process without an accelerator."""
     return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders of all cases, written by so many processes, with the universal form of each."""
+    """Return the folder of all cases, written by one to four processes."""
     if given := os.environ.get("ZERO_RUNS"):
         return Path(given) / f"r{request.param}"
     folder = tmp_path_factory.mktemp(f"zero{request.param}")
@@ -48,7 +48,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def reference(folder: Path) -> dict[str, torch.Tensor]:
-    """What DeepSpeed's zero_to_fp32 makes of `folder`."""
+    """Return the weights that DeepSpeed's zero_to_fp32 makes of `folder`."""
     from deepspeed.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
         get_fp32_state_dict_from_zero_checkpoint,
     )
@@ -58,7 +58,7 @@ def reference(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def universal(folder: Path, target: Path) -> Path:
-    """The folder of parameters in the universal form of the checkpoint in `folder`."""
+    """Convert the checkpoint in `folder` to the universal form, and return the folder of its parameters."""
     program = ["-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", "--keep_temp_folder"]
     paths = ["--input_folder", str(folder / "global_step3"), "--output_folder", str(target)]
     subprocess.run([sys.executable, *program, *paths], env=environment(), check=True, capture_output=True)
@@ -66,14 +66,14 @@ def universal(folder: Path, target: Path) -> Path:
 
 
 def of_universal(path: Path, shape: torch.Size) -> torch.Tensor:
-    """The tensor in a file of the universal form."""
+    """Return the tensor in a file of the universal form."""
     loaded = torch.load(path, weights_only=False)
     tensor: torch.Tensor = loaded["param"] if isinstance(loaded, dict) else loaded
     return tensor.reshape(-1)[: shape.numel()].reshape(shape)
 
 
 def loaded(folder: Path, target: Path, **options: Any) -> dict[str, Any]:
-    """What torch loads of the file that `folder` becomes."""
+    """Convert `folder` to the file `target`, and return the object that torch loads from it."""
     ckptconv.convert(folder, target, **options)
     checkpoint: dict[str, Any] = torch.load(target, weights_only=True)
     return checkpoint
@@ -81,7 +81,9 @@ def loaded(folder: Path, target: Path, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", [case for case in _SMALL if case not in _NO_REFERENCE])
 def test_weights_are_those_of_zero_to_fp32(case: str, runs: Path, tmp_path: Path) -> None:
-    """Bit for bit, in each name. Buffers keep their dtype, and the weights that the reference leaves out are there."""
+    """The weights equal those of ``zero_to_fp32`` bit for bit. Buffers keep their dtype, and frozen weights that
+    ``zero_to_fp32`` leaves out are included.
+    """
     expected = reference(runs / case)
     ours = loaded(runs / case, tmp_path / "out.pt")["module"]
     saved = Net().state_dict()
@@ -97,7 +99,7 @@ def test_weights_are_those_of_zero_to_fp32(case: str, runs: Path, tmp_path: Path
 
 @pytest.mark.parametrize("case", [case for case in _SMALL if not case.endswith(_NOT_UNIVERSAL)])
 def test_moments_are_those_of_the_universal_form(case: str, runs: Path, tmp_path: Path) -> None:
-    """Bit for bit, by name; the fp32 weights too."""
+    """The moments and the fp32 weights equal those of the universal form bit for bit, by name."""
     folder = universal(runs / case, tmp_path / "universal")
     ours = loaded(runs / case, tmp_path / "out.pt")
     state = ours["optimizer"]["state"]
@@ -113,7 +115,7 @@ def test_moments_are_those_of_the_universal_form(case: str, runs: Path, tmp_path
 
 @pytest.mark.parametrize("case", [case for case in _SMALL if "fp32" in case])
 def test_training_goes_on(case: str, runs: Path, tmp_path: Path) -> None:
-    """The losses of the next steps are those of the run that was not interrupted."""
+    """Further training with torch has the losses of the run without interruption."""
     ours = loaded(runs / case, tmp_path / "out.pt")
     net = Net()
     net.load_state_dict(ours["module"])
@@ -124,7 +126,7 @@ def test_training_goes_on(case: str, runs: Path, tmp_path: Path) -> None:
     saved = ours["optimizer"]["param_groups"]
     groups = [{**new, **old, "params": new["params"]} for new, old in zip(fresh, saved, strict=True)]
     for group, scheduled in zip(groups, ours["lr_scheduler"]["_last_lr"], strict=True):
-        group["lr"] = scheduled  # which an elastic checkpoint has nowhere else
+        group["lr"] = scheduled  # an elastic checkpoint stores it only there
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     losses = []
     for step in range(3, 5):
@@ -137,8 +139,8 @@ def test_training_goes_on(case: str, runs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["stage2", "stage2-roundrobin", "stage2-aligned", "stage3", "stage3-subgroups"])
-def test_the_small_folders_of_other_tests_are_like_these(case: str, runs: Path, tmp_path: Path) -> None:
-    """``tests/support/zero_folders.py`` makes the flat tensors, paddings and shapes that DeepSpeed makes."""
+def test_small_folders_are_like_those_of_deepspeed(case: str, runs: Path, tmp_path: Path) -> None:
+    """``tests/support/zero_folders.py`` makes the same flat tensors, paddings and shapes as DeepSpeed."""
     ours = loaded(runs / case, tmp_path / "out.pt")
     state, groups = ours["optimizer"]["state"], [group["params"] for group in ours["optimizer"]["param_groups"]]
     weights = {name: ours["module"][name] for name in state}
@@ -165,9 +167,10 @@ def test_the_small_folders_of_other_tests_are_like_these(case: str, runs: Path, 
 
 
 def _facts(value: Any, path: str = "", *, stage: int) -> dict[str, Any]:
-    """The numbers and tensors in nested dicts and lists, by their paths; names of parameters apart.
+    """Return the numbers and tensors in nested dicts and lists by their paths.
 
-    At stage 3 the padding, which is between the weights, has any values, so that only the sizes count.
+    At stage 3 only the sizes of tensors are returned, because the padding between the weights contains arbitrary
+    values.
     """
     if isinstance(value, dict) and "slice_mappings" not in path:
         return {k: v for key, each in value.items() for k, v in _facts(each, f"{path}/{key}", stage=stage).items()}
@@ -180,7 +183,9 @@ def _facts(value: Any, path: str = "", *, stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", _SMALL)
 def test_groups_are_those_of_the_run(case: str, runs: Path, tmp_path: Path) -> None:
-    """Each group has its parameters in the order in which the run gave them, also after a deal to ranks."""
+    """Each group contains its parameters in the order of the run, also after a round-robin distribution to ranks. The
+    epoch, the sampler and the scheduler are preserved.
+    """
     ours = loaded(runs / case, tmp_path / "out.pt")
     net = Net()
     names = {id(each): name for name, each in net.named_parameters()}

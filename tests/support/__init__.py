@@ -1,1 +1,1 @@
-"""What several tests need: checkpoints of every kind, judges, faults, processes to be watched."""
+"""Shared helpers of the tests: checkpoints of every kind, judges, faults, and processes that are watched."""

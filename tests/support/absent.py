@@ -1,4 +1,4 @@
-"""Packages that are not there, for tests that run where there are none: whoever uses one is skipped."""
+"""Stand-ins for packages that are not installed. A test that uses one is skipped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ uses: list[str] = []
 
 
 def _used(cls: Any, *_: object, **__: object) -> Any:
-    """Skips the test that runs. While tests are collected, tables of them can be made."""
+    """Skip the running test. While tests are collected, return a stand-in, so that tables can be made."""
     if "PYTEST_CURRENT_TEST" in os.environ:
         pytest.skip(f"needs {cls.__name__}")
     uses.append(cls.__name__)
@@ -28,7 +28,7 @@ def _used(cls: Any, *_: object, **__: object) -> Any:
 
 
 class _Needed(type):
-    """What a package that is not there has: it can be named anywhere, and used by no test."""
+    """A member of a missing package. It can be named anywhere, but a test that uses it is skipped."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__") and name != "__version__":
@@ -59,7 +59,7 @@ copyreg.pickle(_Needed, _pickled)
 
 
 def _named(name: str) -> Any:
-    return _Needed(name, (Exception,), {})  # which ``except`` takes too
+    return _Needed(name, (Exception,), {})  # so that ``except`` accepts it
 
 
 class _Module(ModuleType):
@@ -70,20 +70,20 @@ class _Module(ModuleType):
 
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the package `name`, and what is in it, as modules in which nothing can be used."""
+    """Find the package `name` and its modules as modules whose members cannot be used."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a module of the package, None for others."""
+        """Return the spec of a module of the package, or None for other modules."""
         if name.partition(".")[0] != self._name:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """The module of `spec`."""
+        """Return the module of `spec`."""
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is run."""
+        """Run nothing."""

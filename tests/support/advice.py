@@ -1,4 +1,4 @@
-"""Every place in the package that says what to type, and which of them a run comes by."""
+"""The places in the package that make a command or code for the user to type, and which of them a run reaches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Place", "come_by", "places"]
 
 _PACKAGE = Path(ckptconv.__file__).parent
 _MAKERS = ("option", "Option", "command", "command_line", "shell", "python_command", "saved_by_torch", "Issue")
-#: Code in a text that no maker made: programs of a shell, and calls of torch and of ours.
+#: Code in a text that no maker made: programs of a shell, and calls of torch and ckptconv.
 _CODE = re.compile(
     r"pip install|`import|^import $|\b(?:bzip2|xz|zstd|lz4) -dc|7z x|unrar x|\bclone\(\)"
     r"|\b(?:torch|ckptconv|averaged|tensor)\.[a-z_.]+\((?!weights_only)"
@@ -29,12 +29,12 @@ _CODE = re.compile(
 
 @dataclass(frozen=True)
 class Place:
-    """An expression of the package that makes something to type.
+    """An expression of the package that makes a command or code to type.
 
     Attributes:
-        file: The file, from the package's folder on.
-        what: What it makes: ``option NAME``, ``command NAME``, ``issue KIND``, the first word of another program, or
-            ``text``. A star stands for a name that is not a constant.
+        file: The file, relative to the package's folder.
+        what: The kind of result: ``option NAME``, ``command NAME``, ``issue KIND``, the first word of another program,
+            or ``text``. A star stands for a name that is not a constant.
         code: The code in a ``text``.
         first: Its first line.
         last: Its last line.
@@ -50,11 +50,15 @@ class Place:
 
     @property
     def name(self) -> str:
-        """What a table calls it: functions and lines are not in it, so that both may change."""
+        """Return the name of the place in a table. It contains no function name and no line number, so that both may
+        change.
+        """
         return f"{self.file}:{self.what}"
 
     def is_in(self, typed: str) -> bool:
-        """Return whether `typed` has what it makes. What is no constant, or no advice by itself, is not looked for."""
+        """Return whether `typed` contains the result of this place. A name that is not a constant, and an issue, always
+        count as contained.
+        """
         kind, _, name = self.what.partition(" ")
         if kind == "text":
             return self.code.strip("`(") in typed
@@ -70,8 +74,8 @@ class Place:
 
 @cache
 def places() -> list[Place]:
-    """Return all places, in order. What is an argument of another belongs to that; docstrings and what click declares
-    are none.
+    """Return all places, in order. An argument of another place belongs to that place. Docstrings and declarations of
+    click are not places.
     """
     found = []
     for path in sorted(_PACKAGE.rglob("*.py")):
@@ -83,7 +87,9 @@ def places() -> list[Place]:
 
 
 def _said_in(node: ast.AST, *, inside: bool, in_function: bool = False) -> Iterator[tuple[str, str, ast.expr, bool]]:
-    """The word, the code, the expression of each, and whether a function makes it; of nested ones the outermost."""
+    """Yield the word, the code and the expression of each place below `node`, and whether a function makes it. Only the
+    outermost of nested places is yielded.
+    """
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return  # a docstring
     if isinstance(node, ast.Call):
@@ -115,7 +121,9 @@ def _word(maker: str, call: ast.Call) -> str:
 
 @contextmanager
 def come_by() -> Iterator[set[Place]]:
-    """The places whose lines are run in this context, and those outside of functions in a file whose functions run."""
+    """Yield a set that collects the places whose lines run in this context. Places outside of functions are added if
+    any function of their file runs.
+    """
     lines: dict[str, dict[int, set[Place]]] = {}
     tables: dict[str, set[Place]] = {}
     for place in places():

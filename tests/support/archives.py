@@ -1,4 +1,6 @@
-"""Zip archives written again: with other records, compressed, in another byte order, without checksums, damaged."""
+"""Zip archives that are rewritten: with other records, compressed, in another byte order, without checksums, or
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ __all__ = ["big_endian", "flip_bit", "records_of", "rezip", "rezipped", "turned"
 
 
 def records_of(archive: Path | bytes) -> dict[str, bytes]:
-    """The records of `archive` by their names below its folder."""
+    """Return the records of `archive` by their names below its folder."""
     with zipfile.ZipFile(io.BytesIO(archive) if isinstance(archive, bytes) else archive) as opened:
         return {name.partition("/")[2]: opened.read(name) for name in opened.namelist()}
 
@@ -26,12 +28,12 @@ def rezipped(
     method: int = zipfile.ZIP_STORED,
     folder: str | None = None,
 ) -> bytes:
-    """The archive `whole`, written again by Python's zipfile.
+    """Return the archive `whole`, rewritten by Python's zipfile.
 
     Args:
         whole: The archive.
         change: Records to replace, to add, or (None) to leave out, by their names below its folder.
-        method: How records are stored.
+        method: The compression method of the records.
         folder: Another name for that folder.
     """
     with zipfile.ZipFile(io.BytesIO(whole)) as old:
@@ -47,24 +49,24 @@ def rezipped(
 def rezip(
     path: Path, to: Path, change: Mapping[str, bytes | None] | None = None, *, method: int = zipfile.ZIP_STORED
 ) -> Path:
-    """Write the archive at `path` again to `to`, which can be the same, as `rezipped` does it."""
+    """Rewrite the archive at `path` to `to` with `rezipped`, and return `to`. Both paths can be the same."""
     to.write_bytes(rezipped(path.read_bytes(), change, method=method))
     return to
 
 
 def turned(data: bytes, width: int) -> bytes:
-    """`data` with the bytes of each number of `width` bytes in the other order."""
+    """Return `data` with the bytes of each number of `width` bytes in reverse order."""
     return b"".join(data[at : at + width][::-1] for at in range(0, len(data), width))
 
 
 def big_endian(path: Path, to: Path, widths: Mapping[str, int], *, method: int = zipfile.ZIP_STORED) -> Path:
-    """Write to `to` what a big-endian machine would have written instead of the checkpoint at `path`.
+    """Write to `to` the checkpoint at `path` as a big-endian machine would have written it.
 
     Args:
-        path: A little-endian checkpoint of torch's.
-        to: Where to.
-        widths: How many bytes the numbers of each storage have, by its key.
-        method: How records are stored.
+        path: A little-endian checkpoint of torch.
+        to: The path of the output.
+        widths: The number of bytes of the numbers in each storage, by its key.
+        method: The compression method of the records.
     """
     records = records_of(path)
     swapped = {f"data/{key}": turned(records[f"data/{key}"], width) for key, width in widths.items()}
@@ -73,7 +75,7 @@ def big_endian(path: Path, to: Path, widths: Mapping[str, int], *, method: int =
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """In this context torch saves archives without checksums."""
+    """Let torch save archives without checksums in this context."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -83,7 +85,7 @@ def without_crc32() -> Iterator[None]:
 
 
 def flip_bit(path: Path, at: int) -> None:
-    """Flip one bit of the file at `path`, in its byte `at`."""
+    """Flip one bit in the byte `at` of the file at `path`."""
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
     path.write_bytes(data)

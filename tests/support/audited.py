@@ -1,10 +1,10 @@
-"""A process in which an audit hook watches what reading hostile files causes: ``python audited.py
-JOBS``, which prints what it saw as JSON.
+"""A process in which an audit hook watches the effects of reading hostile files. ``python audited.py JOBS`` prints the
+events as JSON.
 
-JOBS is a JSON file: ``warm`` and ``hostile`` are lists of paths, ``out`` is the folder in which alone files may be
-made. Everything is done to the warm ones first, which say the same as the hostile ones with other names; what that
-imports has nothing to do with what a file says. At last ``control``, pickles, are loaded in ``control folder`` as
-nobody should load them. Hooks cannot be removed, so they need a process of their own.
+JOBS is a JSON file. ``warm`` and ``hostile`` are lists of paths, and files may be made only in the folder ``out``. All
+operations run on the warm files first, which differ from the hostile files only in the names that they contain, so that
+imports of ckptconv itself are not recorded. At the end the pickles ``control`` are loaded unsafely in ``control
+folder``. Audit hooks cannot be removed, so they need a separate process.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 import ckptconv
 from ckptconv.cli.main import main
 
-#: Events of https://docs.python.org/3/library/audit_events.html that nothing here may cause; a name that ends in a dot
-#: stands for all below it.
+#: Events of https://docs.python.org/3/library/audit_events.html that no operation may cause. A name that ends with a
+#: dot stands for all events below it.
 FORBIDDEN = (
     "import", "exec", "compile", "marshal.", "pickle.find_class", "code.__new__", "function.__new__",
     "subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn",
@@ -34,7 +34,7 @@ FORBIDDEN = (
     "webbrowser.", "shutil.", "tempfile.", "sys.addaudithook", "sys.setprofile", "sys.settrace", "cpython.run_",
     "object.__setattr__", "builtins.breakpoint", "builtins.input",
 )  # a table  # fmt: skip
-#: Events about files, and how many of their first arguments are paths.
+#: Events that change files, and the number of leading arguments that are paths.
 CHANGING = {
     "os.remove": 1, "os.rename": 2, "os.mkdir": 1, "os.rmdir": 1, "os.link": 2, "os.symlink": 2, "os.truncate": 1,
     "os.chmod": 1, "os.chown": 1, "os.utime": 1, "os.setxattr": 1,
@@ -43,7 +43,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class Watch:
-    """The hook. It only notes: an error out of it could be taken for one of the file's."""
+    """The hook. It only records events, because an exception could be mistaken for an error about the file."""
 
     def __init__(self, out: str) -> None:
         self.out = os.path.realpath(out) + os.sep
@@ -53,7 +53,7 @@ class Watch:
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.on:
             return
-        self.on = False  # what is asked below has events of its own
+        self.on = False  # the checks below cause events themselves
         try:
             if any(event == word or (word[-1] in "._" and event.startswith(word)) for word in FORBIDDEN):
                 self.seen.append(f"{event} {args[:1]!r}"[:200])
@@ -65,13 +65,13 @@ class Watch:
             self.on = True
 
     def is_inside(self, path: Any) -> bool:
-        if isinstance(path, int) or path is None:  # a descriptor, which an open before gave
+        if isinstance(path, int) or path is None:  # a descriptor of a file that was opened before
             return True
         return (os.path.realpath(os.fsdecode(path)) + os.sep).startswith(self.out)
 
 
 def operations(path: str, out: Path, twin: str) -> dict[str, Callable[[], object]]:
-    """All that can be done to `path`; what is made stands in `out`."""
+    """Return all operations on `path`. Their outputs are in `out`."""
     done: dict[str, Callable[[], object]] = {
         "inspect": lambda: main(["inspect", path]),
         "verify": lambda: main(["verify", path, "--json"]),
@@ -96,7 +96,7 @@ def _opened(path: str) -> None:
 
 
 def attempt(operation: Callable[[], object]) -> str:
-    """What becomes of `operation`: ``done``, the exit status, or the error's class."""
+    """Run `operation` and return its outcome: ``done``, the exit status, or the class of the error."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             status = operation()

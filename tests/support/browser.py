@@ -1,4 +1,6 @@
-"""Headless Chromium for tests of pages, and what watches it; they skip where it, playwright or npm is missing."""
+"""Headless Chromium for tests of pages, with checks of the console and of requests. Tests are skipped if Chromium,
+playwright or npm is missing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _AXE_INTEGRITY = "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76A
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """Chromium, as the system has it, driven by playwright."""
+    """Yield the Chromium of the system, driven by playwright."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
@@ -40,7 +42,7 @@ def browser() -> Iterator[Any]:
 
 
 def axe_source(folder: Path) -> str:
-    """The script of axe-core, which judges whether a page can be used by everybody, got into `folder`."""
+    """Download axe-core to `folder` and return its script, which checks the accessibility of pages."""
     if shutil.which("npm") is None:
         pytest.skip("there is no npm to get axe-core with")
     done = subprocess.run(["npm", "pack", _AXE], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
@@ -56,8 +58,8 @@ def axe_source(folder: Path) -> str:
 
 @contextmanager
 def opened(browser: Any, path: Path, *, width: int = 1280, scheme: str = "light", frame: str = "") -> Iterator[Any]:
-    """The page at `path`, as Chromium shows it. It must say nothing on the console and ask for nothing else, but for
-    the page of a `frame`.
+    """Yield the page at `path` in Chromium. Fail if the page writes to the console or sends requests, except for the
+    page of a `frame`.
     """
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()
@@ -65,7 +67,7 @@ def opened(browser: Any, path: Path, *, width: int = 1280, scheme: str = "light"
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: said.append(request.url))
-    page.on("dialog", lambda dialog: said.append(dialog.message))  # which waits for an answer, so the test fails
+    page.on("dialog", lambda dialog: said.append(dialog.message))  # a dialog waits for an answer, so the test fails
     try:
         page.goto(path.as_uri())
         page.wait_for_selector("#rows tr", state="attached")

@@ -1,4 +1,4 @@
-"""Tensors cut into chunks at random."""
+"""Tensors that are cut into random chunks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _HERE = Path("here")
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The elements of `tensor` in row-major order."""
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)  # whose stride is 1, also of a single element
+    """Return the elements of `tensor` in row-major order."""
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)  # its stride is 1, even for a single element
     return bytes(flat.copy_(tensor.reshape(-1)).view(torch.uint8).numpy())
 
 
 def cut(chance: Random, chunk: Chunk, times: int) -> list[Chunk]:
-    """`chunk` cut in two, and the halves again, up to so many `times`; halves can be empty."""
+    """Cut `chunk` in two, and the halves again, up to `times` times, and return the chunks. Halves can be empty."""
     wide = [d for d, size in enumerate(chunk.sizes) if size > 1]
     if not times or not wide:
         return [chunk]
@@ -39,8 +39,8 @@ def cut(chance: Random, chunk: Chunk, times: int) -> list[Chunk]:
 
 
 def placements_of(chance: Random, whole: torch.Tensor, chunks: list[Chunk], *, plain: bool) -> list[ChunkPlacement]:
-    """`chunks` of `whole`, each somewhere in a file of its own; in row-major order if they are to be `plain`, else in
-    any.
+    """Return `chunks` of `whole`, each at a random position in its own file. The elements of a chunk are in row-major
+    order if `plain` is true, and otherwise with permuted dimensions.
     """
     placements = []
     for chunk in chunks:

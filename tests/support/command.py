@@ -1,4 +1,4 @@
-"""``ckptconv`` as its users type it, in this process: its exit status, and what it says."""
+"""The command ``ckptconv``, run in this process, with its exit status and its output."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ __all__ = ["Command", "Said", "in_one_line"]
 
 
 class Said(NamedTuple):
-    """What a command wrote to its standard output and to its standard error."""
+    """The standard output and the standard error of a command."""
 
     out: str
     err: str
 
 
 class Command:
-    """Runs command lines that begin with the same words. The fixture `command` is one, of none."""
+    """A runner of command lines that begin with the same words. The fixture `command` is one without such words."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], *first: str) -> None:
         self._capsys = capsys
         self._first = first
 
     def of(self, *first: str) -> Command:
-        """The command that begins with these words."""
+        """Return a `Command` whose lines begin with these words."""
         return Command(self._capsys, *first)
 
     def __call__(
         self, *words: object, status: int = 0, out: str | tuple[str, ...] = (), err: str | tuple[str, ...] = ()
     ) -> Said:
-        """Type `words`; what it wrote.
+        """Run the command with `words` and return its output.
 
-        It must end with `status`, and have `out` and `err`, a text or several, in its standard output and error. `err`
-        may be that of an error in one line, as ``str(error)`` has it.
+        Fail unless it ends with `status`, and its standard output and error contain `out` and `err`, each a text or
+        several. `err` may also be the error in one line, like ``str(error)``.
         """
         self._capsys.readouterr()
         ended = main([*self._first, *map(str, words)])
@@ -54,12 +54,14 @@ class Command:
         return said
 
     def json(self, *words: object, status: int = 0) -> Any:
-        """Type `words` and ``--json``; what it prints, parsed. ``NaN`` and ``Infinity`` are no JSON."""
+        """Run the command with `words` and ``--json``, and return the parsed output. ``NaN`` and ``Infinity`` are not
+        valid JSON.
+        """
         return json.loads(self(*words, "--json", status=status).out, parse_constant=_no_json)
 
 
 def in_one_line(err: str) -> str:
-    """Errors as ``str(error)`` has them, of the lines that a command printed: each hint after its verdict."""
+    """Return the printed errors in the form of ``str(error)``, with each hint after its verdict."""
     return re.sub(r"\n {2,}", "; ", re.sub(r":\n {4,}", ": ", err))
 
 

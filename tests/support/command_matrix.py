@@ -1,11 +1,14 @@
-"""Commands that must end alike and write the same bytes on two systems. `.ci/windows` compares Windows with Linux.
+"""Commands that must have the same exit status and write the same bytes on two systems. `.ci/windows` compares Windows
+with Linux.
 
+Usage:
     command_matrix.py inputs FOLDER          make the inputs, with torch
-    command_matrix.py run FOLDER OUT.json    run every command without torch, and record what it did
-    command_matrix.py compare A.json B.json  exit 1, with the differences, if there are any
+    command_matrix.py run FOLDER OUT.json    run every command without torch, and record the results
+    command_matrix.py compare A.json B.json  print the differences, and exit with status 1 if there are any
 
-A record has the exit status, the SHA-256 of every file in the command's own folder (of a page, which shows paths, only
-the name), and the JSON that it printed, with slashes in its paths. The program needs neither pytest nor torch.
+A record contains the exit status, the JSON output with slashes in its paths, and the SHA-256 of every file in the
+command's own folder. Of an HTML page, which contains paths, the record contains only the name. The commands run without
+pytest and torch.
 """
 
 from __future__ import annotations
@@ -159,7 +162,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def run(inputs: Path) -> dict[str, Any]:
-    """Run every command in a folder next to `inputs`, and return the records by the words."""
+    """Run every command in a folder next to `inputs`. Return the records by command."""
     sys.modules["torch"] = None  # type: ignore[assignment]
     from ckptconv.cli.main import main
 
@@ -209,7 +212,9 @@ def _record(main: Any, words: list[str], out: Path) -> dict[str, Any]:
 
 
 def _without(value: Any) -> Any:
-    """Return `value` of JSON without what is printed of this machine, and with one kind of quotes in commands."""
+    """Return the JSON `value` without the entries that depend on the machine or the time, and with only double
+    quotes.
+    """
     if isinstance(value, str):
         return value.replace("'", '"')
     if isinstance(value, dict):
@@ -228,7 +233,9 @@ def files_in(folder: Path) -> dict[str, str]:
 
 
 def _processes(inputs: Path, work: Path) -> dict[str, Any]:
-    """Return the records of commands that need a process: encodings of a redirected output, and a closed pipe."""
+    """Return the records of commands that need a new process, because of the encoding of the output or a closed
+    pipe.
+    """
     records: dict[str, Any] = {}
     shutil.copy(inputs / "cuda0.pt", work / f"{ODD}.pt")
     command = [sys.executable, "-m", "ckptconv"]
@@ -236,7 +243,7 @@ def _processes(inputs: Path, work: Path) -> dict[str, Any]:
         for words in (["inspect", f"{ODD}.pt"], ["inspect", f"{ODD}.pt", "--json"], ["inspect", f"gone {ODD}.pt"]):
             environment = {**os.environ, "PYTHONIOENCODING": encoding}
             done = subprocess.run([*command, *words], capture_output=True, env=environment, stdin=subprocess.DEVNULL)
-            text = (done.stdout + done.stderr).decode(encoding)  # raises where other bytes were written
+            text = (done.stdout + done.stderr).decode(encoding)  # raises if a byte is not valid in `encoding`
             records[f"{encoding} {words[0]} {len(words)} {words[1][:4]}"] = {
                 "status": done.returncode, "files": {}, "printed": None, "said": [text[-300:]],
             }  # fmt: skip
@@ -253,7 +260,7 @@ def _processes(inputs: Path, work: Path) -> dict[str, Any]:
 
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Return the differences between two runs."""
+    """Return the differences between the runs `a` and `b`."""
     wrong = []
     for line in a:
         if line in ELSEWHERE:

@@ -1,4 +1,4 @@
-"""Short forms for what nearly every test does: read a checkpoint, convert one, load what came out."""
+"""Short forms of the steps of nearly every test: read a checkpoint, convert it, and load the output."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ Error = TypeVar("Error", bound=CkptconvError)
 
 
 def saved_at(path: Path, obj: object, **options: Any) -> Path:
-    """`path`, at which torch has saved `obj` with these `options` of ``torch.save``."""
+    """Save `obj` at `path` with ``torch.save`` and its `options`. Return `path`."""
     torch.save(obj, path, **options)
     return path
 
 
 def saved_in_each_format(folder: Path, state: dict[str, torch.Tensor], shard_size: str) -> Path:
-    """`folder`, in which `state` is saved in each format, and as a set of shards of at most `shard_size`."""
+    """Save `state` in each format in `folder`, and as a set of shards of at most `shard_size`. Return `folder`."""
     torch.save(state, folder / "zip.pt")
     torch.save(state, folder / "legacy.pt", _use_new_zipfile_serialization=False)
     save_file(state, folder / "s.safetensors")
@@ -57,16 +57,16 @@ def saved_in_each_format(folder: Path, state: dict[str, torch.Tensor], shard_siz
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint in the file at `path`, which is closed again."""
+    """Return the checkpoint in the file at `path`, and close the file."""
     with Source(path) as source:
         return opening.read(source)
 
 
 @contextmanager
 def ends_in(kind: type[Error], words: str | None, *folders: Path) -> Iterator[pytest.ExceptionInfo[Error]]:
-    """Fail unless this context ends in a `kind` of error that says `words`.
+    """Fail unless this context raises an error of `kind` whose message matches `words`.
 
-    They count nowhere in the names of `folders`, which pytest calls after the test.
+    The names of `folders` in the message are ignored, because pytest names them after the test.
     """
     with pytest.raises(kind) as caught:
         yield caught
@@ -77,18 +77,18 @@ def ends_in(kind: type[Error], words: str | None, *folders: Path) -> Iterator[py
 
 
 def unreadable(path: Path, kind: type[Error], words: str | None = None) -> Error:
-    """The error, a `kind` that says `words`, in which reading the file at `path` ends."""
+    """Return the error that reading `path` raises. Fail unless it is a `kind` whose message matches `words`."""
     with ends_in(kind, words, path.parent) as caught:
         read(path)
     return caught.value
 
 
 def loaded(path: Path, **options: Any) -> Any:
-    """What torch, safetensors' own library or pickle, by the suffix, loads from the file at `path`.
+    """Return the object that torch, safetensors or pickle loads from the file at `path`.
 
     Args:
-        path: A `.safetensors` or `.pkl` file; any other is for torch.
-        options: Those of `torch.load`.
+        path: A `.safetensors` or `.pkl` file. Any other file is loaded with torch.
+        options: The options of `torch.load`.
     """
     if path.suffix == ".safetensors":
         return load_file(path)
@@ -98,19 +98,21 @@ def loaded(path: Path, **options: Any) -> Any:
 
 
 def metadata_of(path: Path) -> dict[str, str]:
-    """The texts in the header of the safetensors file at `path`, by the library."""
+    """Return the metadata in the header of the safetensors file at `path`, read with the safetensors library."""
     with safe_open(path, "pt") as file:
         return dict(file.metadata() or {})
 
 
 def converted(src: Path, dst: Path, **options: Any) -> Any:
-    """Convert `src` to `dst`, in the place of an older one, and load it."""
+    """Convert `src` to `dst`, which may exist, and load the output."""
     ckptconv.convert(src, dst, force=True, **options)
     return loaded(dst)
 
 
 def refused(kind: type[Error], words: str | None, src: Path, dst: Path, **options: Any) -> Error:
-    """The error, a `kind` that says `words`, in which converting `src` to `dst` ends; nothing is written."""
+    """Return the error that converting `src` to `dst` raises. The error must be of `kind`, and its message must match
+    `words`. The folder of `dst` must contain the same files as before.
+    """
     before = sorted(os.listdir(dst.parent))
     with ends_in(kind, words, src.parent, dst.parent) as caught:
         ckptconv.convert(src, dst, **options)
@@ -119,14 +121,18 @@ def refused(kind: type[Error], words: str | None, src: Path, dst: Path, **option
 
 
 def refused_in_place(kind: type[Error], words: str | None, path: Path, **options: Any) -> Error:
-    """The error, a `kind` that says `words`, in which changing `path` in its place ends; no file there is another."""
+    """Return the error that converting `path` in place raises. The error must be of `kind`, and its message must match
+    `words`. No file in the folder of `path` may change.
+    """
     with _unchanged(path.parent), ends_in(kind, words, path.parent) as caught:
         ckptconv.convert(path, in_place=True, **options)
     return caught.value
 
 
 def not_undone(kind: type[Error], words: str | None, path: Path) -> Error:
-    """The error, a `kind` that says `words`, in which undoing the change of `path` ends; no file there is another."""
+    """Return the error that undoing the change of `path` raises. The error must be of `kind`, and its message must
+    match `words`. No file in the folder may change.
+    """
     with _unchanged(path if path.is_dir() else path.parent), ends_in(kind, words, path.parent) as caught:
         ckptconv.undo(path)
     return caught.value
@@ -134,7 +140,7 @@ def not_undone(kind: type[Error], words: str | None, path: Path) -> Error:
 
 @contextmanager
 def _unchanged(folder: Path) -> Iterator[None]:
-    """Fail if the files in `folder` are others after this context."""
+    """Fail if this context changes, adds or removes a file in or below `folder`."""
 
     def files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -145,7 +151,7 @@ def _unchanged(folder: Path) -> Iterator[None]:
 
 
 def run_without_torch(program: str, *arguments: object, **environment: str) -> None:
-    """Run the Python `program` in a process of its own, and fail if it ends with an error or has imported torch."""
+    """Run the Python `program` in a new process. Fail if it ends with an error or has imported torch."""
     code = f"import sys\n{program}\nassert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, **environment})

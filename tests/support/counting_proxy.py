@@ -1,4 +1,4 @@
-"""A relay on the loopback that counts requests and the bytes of each direction, and can hold requests up."""
+"""A relay on the loopback interface that counts requests and the bytes in each direction, and can delay requests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ __all__ = ["Relay", "relaying"]
 
 @dataclass
 class Relay:
-    """What went through: `sent` to the server, `received` from it, in bytes, and how often somebody had to wait for
-    an answer: each of these `turns` takes `latency` seconds longer.
+    """The counts of a relay: the bytes `sent` to the server and `received` from it, and the `turns`.
+
+    A turn is the start of a request: the client sends after the server has sent, or for the first time. Each turn is
+    delayed by `latency` seconds.
     """
 
     port: int
@@ -27,7 +29,7 @@ class Relay:
 
 @contextlib.contextmanager
 def relaying(port: int) -> Iterator[Relay]:
-    """A relay to the server at `port`."""
+    """Run a relay to the server at `port`, and yield it."""
     with contextlib.ExitStack() as opened:
         listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
         relay = Relay(listener.getsockname()[1])
@@ -40,7 +42,7 @@ def relaying(port: int) -> Iterator[Relay]:
                         time.sleep(relay.latency)
                     last[0] = name
                     to.sendall(data)
-                    setattr(relay, name, getattr(relay, name) + len(data))  # each has one thread at a time in turn
+                    setattr(relay, name, getattr(relay, name) + len(data))  # one thread at a time updates a counter
                 to.shutdown(socket.SHUT_WR)
 
         def accept() -> None:

@@ -1,7 +1,7 @@
-"""A run of four processes that save tensors spread over them with torch.distributed.checkpoint, in folders of FOLDER:
-``python dcp_ranks.py FOLDER``.
+"""A run of four processes that save distributed tensors with torch.distributed.checkpoint into folders of FOLDER.
 
-The processes are forks of one that has imported torch: four imports would take longer than everything else.
+Usage: ``python dcp_ranks.py FOLDER``. The processes are forks of a process that has imported torch, because four
+separate imports would take longer than everything else.
 """
 
 from __future__ import annotations
@@ -88,13 +88,15 @@ OTHERS: dict[str, Any] = {
 
 
 def _spread(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """`whole`, which every process has, spread over `mesh` without a message."""
+    """Return `whole`, which every process has, distributed over `mesh` without communication."""
     replicated = DTensor.from_local(whole.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicated.redistribute(placements=placements)
 
 
 def rows(mesh: DeviceMesh) -> dict[str, Any]:
-    """A checkpoint as FSDP leaves it: tensors by rows, an optimizer, and what is no tensor."""
+    """Return a checkpoint like those of FSDP: tensors distributed by rows, an optimizer, and values that are not
+    tensors.
+    """
     spread = {name: _spread(whole, mesh, (Shard(0),)) for name, whole in ROWS.items()}
     spec = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(RANKS)])
     old = sharded_tensor.zeros(spec, 6, 2)
@@ -111,13 +113,13 @@ def rows(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def over_mesh(mesh: DeviceMesh) -> dict[str, DTensor]:
-    """Tensors spread over both dimensions of `mesh`."""
+    """Return tensors that are distributed over both dimensions of `mesh`."""
     return {name: _spread(whole, mesh, placements) for name, (whole, placements) in MESH.items()}
 
 
 def run(rank: int, folder: Path) -> None:
-    """What the process `rank` does."""
-    warnings.simplefilter("ignore")  # torch's own, about itself
+    """Save the checkpoints as the process `rank`."""
+    warnings.simplefilter("ignore")  # torch warns about its own code
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     line = init_device_mesh("cpu", (RANKS,))
@@ -137,7 +139,7 @@ def run(rank: int, folder: Path) -> None:
 
 
 def run_all(run: Callable[[int, Path], object], folder: Path, ranks: int = RANKS) -> int:
-    """`run` all processes, so many `ranks`, each with its number and `folder`; how many failed."""
+    """Call `run` in `ranks` processes, each with its rank and `folder`. Return the number of processes that fail."""
     children = []
     for rank in range(ranks):
         child = os.fork()

@@ -1,6 +1,6 @@
-"""Mappings of devices that end, keep or describe the process which asks them.
+"""Device mappings that kill, delay, interrupt or describe the process that calls them.
 
-A module of its own: processes that import it need nothing else.
+The functions have a module of their own, so that a process that imports it needs nothing else.
 """
 
 import os
@@ -10,19 +10,19 @@ import time
 
 
 def die(tag: str) -> str:
-    """Never give `tag` back."""
+    """Kill this process before `tag` is returned."""
     os.kill(os.getpid(), signal.SIGKILL)
     return tag
 
 
 def stall(tag: str) -> str:
-    """Give `tag` back, much later."""
+    """Return `tag` after 60 seconds."""
     time.sleep(60)
     return tag
 
 
 def interrupt(tag: str) -> str:
-    """Send this process what Ctrl-C sends."""
+    """Send SIGINT, the signal of Ctrl-C, to this process."""
     os.kill(os.getpid(), signal.SIGINT)
     return tag
 

@@ -1,9 +1,9 @@
-"""Empty libraries in place of NVIDIA's, so that a CUDA build of torch can be imported on a machine without them.
+"""Empty replacements of NVIDIA's libraries, so that a CUDA build of torch can be imported on a machine without them.
 
-``python -m tests.support.empty_cuda VENV``: for each shared library that torch's own libraries need and that neither
-torch nor the system has, compile one that has the needed functions, with the versions of their symbols. They return an
-error. Needs gcc and readelf. ``libcudart`` is not made: torch calls it when it is imported, so ``.ci/versions`` copies
-that library from NVIDIA's small package.
+Usage: ``python -m tests.support.empty_cuda VENV``. The program finds each shared library that torch's own libraries
+need and that neither torch nor the system contains. It compiles a replacement with the required functions and the
+versions of their symbols. The functions return an error. gcc and readelf are required. ``libcudart`` is not replaced,
+because torch calls it during the import. ``.ci/versions`` copies ``libcudart`` from NVIDIA's small package.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def readelf(option: str, path: Path) -> str:
 
 
 def empty(path: Path, functions: set[tuple[str, str]], versions: set[str]) -> None:
-    """Compile a library at `path` with these `functions`, each a name and a version, and these `versions`."""
+    """Compile a library at `path` with `functions`, each a name and a version, and with the symbol versions
+    `versions`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         names = sorted({name for name, _ in functions})
         source, script = Path(folder, "empty.c"), Path(folder, "versions")

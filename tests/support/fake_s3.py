@@ -1,6 +1,7 @@
-"""As much of S3 as our uploads ask for, in memory on the loopback. It keeps S3's rules of parts, sums and conditions.
+"""A fake S3 server in memory, on the loopback interface, that answers the requests of uploads.
 
-The tests that run against it run against a real store too (tests/long), which says whether it is true to one.
+The server follows S3's rules for parts, checksums and conditions. The tests that use it also run against a real store
+(tests/long), which shows whether it behaves like one.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from tests.support.seaweed import BUCKET, Store, credentials
 
 __all__ = ["running_fake"]
 
-_LEAST = 5 << 20  # bytes of a part that is not the last
-_PAGE = 10  # keys in a list: S3 says 1,000 at most
+_LEAST = 5 << 20  # smallest size in bytes of a part that is not the last
+_PAGE = 10  # keys in one list; S3 returns up to 1,000
 _MODIFIED = "Mon, 02 Nov 2026 10:00:00 GMT"
 
 
 class _Refused(Exception):
-    """What S3 answers instead: a status and a code."""
+    """A refused request: the status and the S3 error code of the answer."""
 
 
 @dataclass
 class _Bucket:
-    """Objects by key, and uploads that are open by id: their key and parts."""
+    """The objects and ETags of a bucket by key, and the open uploads by id, each with its key and parts."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     uploads: dict[str, tuple[str, dict[int, bytes]]] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class _Bucket:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or each body would wait some 40 ms for the answer to its header
+    disable_nagle_algorithm = True  # otherwise each body waits about 40 ms for the acknowledgment of its header
     bucket: _Bucket
 
     def do_GET(self) -> None:
@@ -86,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"" if self.command == "HEAD" else data)
 
     def _of_bucket(self, query: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
-        """Lists of objects and of open uploads."""
+        """Return the list of objects, or of open uploads."""
         if "uploads" in query:
             begun = ({"Key": key, "UploadId": upload} for upload, (key, _) in self.bucket.uploads.items())
             return 200, {}, _xml("ListMultipartUploadsResult", (("Upload", each) for each in begun))
@@ -152,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         return data[int(found[1]) : int(found[2]) + 1], int(found[1])
 
     def _copied(self, place: str) -> bytes:
-        """The range of another object that becomes a part."""
+        """Return the range of the object at `place` that becomes a part."""
         key = place.removeprefix(f"{BUCKET}/")
         if key not in self.bucket.objects:
             raise _Refused(404, "NoSuchKey")
@@ -181,11 +182,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.bucket.put(key, data, f'"{_md5(together).hex()}-{len(named)}"')
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads it."""
+        """Discard the message."""
 
 
 def _sorted_fields(part: ElementTree.Element) -> list[ElementTree.Element]:
-    """The number of a part, and its ETag, in whatever order they were sent."""
+    """Return the number and the ETag of `part`, regardless of the order in which they were sent."""
     return sorted(part, key=lambda each: not each.tag.endswith("PartNumber"))
 
 
@@ -194,7 +195,7 @@ def _md5(data: bytes) -> bytes:
 
 
 def _xml(name: str, fields: Any) -> bytes:
-    """An answer of S3."""
+    """Return an XML answer of S3 with the root element `name` and the elements `fields`."""
 
     def text(value: object) -> str:
         if isinstance(value, dict):
@@ -207,14 +208,18 @@ def _xml(name: str, fields: Any) -> bytes:
 
 @contextlib.contextmanager
 def running_fake(folder: Path, tls: ssl.SSLContext | None = None) -> Iterator[Store]:
-    """Such a store with one bucket; credentials and endpoint are in the environment meanwhile."""
+    """Run a fake store with one bucket, and yield it. Meanwhile, the environment contains its credentials and
+    endpoint.
+
+    The store uses TLS if `tls` is given.
+    """
     session = pytest.importorskip("botocore.session", reason="the extra remote is not installed")
     handler = type("Handler", (_Handler,), {"bucket": _Bucket()})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, pytest.MonkeyPatch.context() as patch:
         endpoint = f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}"
         if tls:
             server.socket = tls.wrap_socket(server.socket, server_side=True)
-        patch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")  # else bodies come in chunks behind TLS
+        patch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")  # or bodies are sent in chunks over TLS
         for name, text in credentials(endpoint, folder).items():
             patch.setenv(name, text)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

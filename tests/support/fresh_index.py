@@ -1,7 +1,7 @@
-"""A check that what a checkpoint has derived from its graph is right whenever somebody asks for it.
+"""A check that the index of a checkpoint agrees with its graph at every access.
 
-An edit that forgets to call ``Checkpoint.changed`` leaves places, tensors or users of nodes behind that are not so any
-more, and nothing fails until a flag needs them. So tests ask after each edit.
+If an edit forgets to call ``Checkpoint.changed``, the index keeps outdated places, tensors or users of nodes. Nothing
+fails until an option needs them. Therefore the tests check the index after each edit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PARTS |= {"storage_of", "storages", "tensor_counts"}
 
 
 def assert_fresh(checkpoint: Checkpoint) -> None:
-    """What `checkpoint` has of its index is what an index of its graph, made now, has."""
+    """Assert that the index of `checkpoint` and its detected contents equal those of a new index of the same graph."""
     index = vars(checkpoint)["index"]
     now = Index(checkpoint.graph, checkpoint.root, checkpoint.references, "")
     for part in vars(index).keys() & _PARTS:
@@ -35,9 +35,9 @@ def assert_fresh(checkpoint: Checkpoint) -> None:
 
 
 def check_each_access(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call :func:`assert_fresh` wherever a line of the package asks for an index, once for each line and index."""
+    """Call :func:`assert_fresh` when a line of the package reads an index, once for each line and index."""
     asked: set[tuple[object, ...]] = set()
-    kept: list[Index] = []  # whose ids must stay theirs
+    kept: list[Index] = []  # keeps each index alive, so that no other object gets its id
 
     def get(checkpoint: Checkpoint) -> Index:
         index: Index = vars(checkpoint)["index"]
@@ -60,7 +60,7 @@ def check_each_access(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` so that two of it compare by what they are, and nodes and storages by identity."""
+    """Return `value` in a form that compares by content, except that nodes and storages compare by identity."""
     if isinstance(value, Place):
         return value.path, id(value.node), value.key, value.depth
     if isinstance(value, TensorInfo):

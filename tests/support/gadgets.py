@@ -1,7 +1,8 @@
-"""Pickles that do harm with what Python, torch and what they need lend: each writes ``marker`` into the folder in which
-it is loaded, reads ``marker.txt`` there, or fetches a function that would.
+"""Pickles that do harm with functions of Python, torch and the packages that torch needs.
 
-Most are what scanners of pickles have been told of, or were found by walking the libraries; none names ``os.system``.
+Each pickle writes ``marker`` into the folder in which it is loaded, reads ``marker.txt`` there, or fetches a function
+that would do harm. Most of them were reported to scanners of pickles or found by walking the libraries. None of them
+names ``os.system``.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ NONE = b"N"
 
 @dataclass(frozen=True)
 class Gadget:
-    """Opcodes that push what the gadget gives; the packages that it needs; what it needs in its folder.
+    """A harmful pickle: `code` contains the opcodes that push its result.
 
-    `effect`: ``marker`` is written, or the file there ``read``; or the harmful function ``fetched``, which is all that
-    it does here. `malformed`: it changes a global, which no checkpoint does.
+    `effect` is ``marker`` if the pickle writes that file, ``read`` if it reads ``marker.txt``, and ``fetched`` if it
+    only fetches a harmful function. `needs` names the packages that the pickle requires. A `malformed` pickle changes a
+    global, which no checkpoint does.
     """
 
     code: bytes
     effect: str = "marker"
     needs: tuple[str, ...] = ()
-    python: tuple[int, int] = (3, 99)  # the last version that has it
+    python: tuple[int, int] = (3, 99)  # the last version of Python in which the pickle works
     malformed: bool = False
 
     @property
@@ -38,7 +40,7 @@ class Gadget:
 
 
 def of(name: str) -> bytes:
-    """The global `name`, ``module:name``."""
+    """Return opcodes that push the global `name`, in the form ``module:name``."""
     module, _, attribute = name.partition(":")
     return text(module) + text(attribute) + b"\x93"
 
@@ -49,12 +51,12 @@ def call(function: bytes | str, *args: bytes) -> bytes:
 
 
 def get(value: bytes | str, name: str) -> bytes:
-    """``getattr``."""
+    """Return opcodes that call ``getattr`` with `value` and `name`."""
     return call("builtins:getattr", of(value) if isinstance(value, str) else value, text(name))
 
 
 def new(cls: str, state: bytes = b"") -> bytes:
-    """An instance that is made without its constructor, with a `state`."""
+    """Return opcodes that push an instance of `cls` with `state`, created without a call of ``__init__``."""
     return of(cls) + b")\x81" + (state + b"b" if state else b"")
 
 
@@ -75,7 +77,7 @@ def data(value: bytes) -> bytes:
 
 
 def with_keywords(function: bytes | str, **keywords: bytes) -> bytes:
-    """A call of `function` with `keywords`, as pickle writes a partial function."""
+    """Return opcodes that call `function` with `keywords`, by means of a pickled partial function."""
     function = of(function) if isinstance(function, str) else function
     named = mapping(*(part for name, value in keywords.items() for part in (text(name), value)))
     partial = call("functools:partial", function) + tuple_of(function, b")", named, NONE) + b"b"
@@ -88,7 +90,7 @@ INNER = data(pickle.dumps(None)[:2] + b"cposix\nmkdir\n(X\x06\x00\x00\x00markert
 FIRST = call("operator:itemgetter", integer(0))
 ARRAY = call(
     "numpy._core.multiarray:_reconstruct", of("numpy:ndarray"), tuple_of(integer(1)), data(b"b")
-)  # an array of one number
+)  # an array with one number
 ELEMENT = call("xml.etree.ElementTree:Element", text("a"))
 SYMBOL = call("sympy:Symbol", text("x"))
 MKDIR = call("operator:methodcaller", text("mkdir"))
@@ -97,7 +99,7 @@ MKDIR = call("operator:methodcaller", text("mkdir"))
 SETUP = {"marker.txt": "text", "import.pth": "import os; os.mkdir('marker')\n"}
 
 GADGETS: dict[str, Gadget] = {
-    # methods of what calls give
+    # methods of the results of calls
     "Path.mkdir by getattr": Gadget(call(get(PATH, "mkdir"))),
     "Path.touch by getattr": Gadget(call(get(PATH, "touch"))),
     "Path.write_text by getattr": Gadget(call(get(PATH, "write_text"), text("x"))),
@@ -140,7 +142,7 @@ GADGETS: dict[str, Gadget] = {
     "LWPCookieJar.save": Gadget(call(get(call("http.cookiejar:LWPCookieJar", MARKER), "save"))),
     "Stats.dump_stats": Gadget(call(get(call("pstats:Stats"), "dump_stats"), MARKER), needs=("pstats",)),
     "ConfigParser.read": Gadget(call(get(call("configparser:ConfigParser"), "read"), text("import.pth")), "fetched"),
-    # functions that look names up
+    # functions that look up names
     "getmodule of inspect": Gadget(call(get(call("inspect:getmodule", of("os:PathLike")), "mkdir"), MARKER)),
     "getattr_static of inspect": Gadget(
         call(call("inspect:getattr_static", call("inspect:getmodule", of("os:PathLike")), text("mkdir")), MARKER)
@@ -200,7 +202,7 @@ GADGETS: dict[str, Gadget] = {
     "a table that copyreg keeps": Gadget(
         call("operator:setitem", of("copyreg:dispatch_table"), of("builtins:int"), of("builtins:len")), "fetched"
     ),
-    # functions that evaluate
+    # functions that evaluate code
     "ForwardRef": Gadget(
         call(get(call("typing:ForwardRef", CODE), "_evaluate"), EMPTY(), EMPTY(), call("builtins:frozenset")),
         python=(3, 12),
@@ -272,7 +274,7 @@ GADGETS: dict[str, Gadget] = {
         call("builtins:list", call("builtins:map", of("sympy:cos"), sequence(CODE))), needs=("sympy",)
     ),
     "lambdify of sympy": Gadget(call("sympy:lambdify", b")", text("__import__('os')")), "fetched", needs=("sympy",)),
-    # functions that call what they are given, and methods that Python calls by itself
+    # functions that call their arguments, and methods that Python calls implicitly
     "map of a methodcaller": Gadget(call("builtins:list", call("builtins:map", MKDIR, sequence(PATH)))),
     "starmap of a methodcaller": Gadget(
         call("builtins:list", call("itertools:starmap", MKDIR, sequence(tuple_of(PATH))))
@@ -336,7 +338,7 @@ GADGETS: dict[str, Gadget] = {
         of("torch.nn:Linear") + tuple_of(NONE, mapping(text("forward"), of("torch:relu"))) + b"b", "fetched",
         malformed=True, needs=("torch",),
     ),
-    # classes and functions that make files
+    # classes and functions that create files
     "GzipFile": Gadget(call("gzip:GzipFile", MARKER, text("wb"))),
     "BZ2File": Gadget(call("bz2:BZ2File", MARKER, text("wb"))),
     "LZMAFile": Gadget(call("lzma:LZMAFile", MARKER, text("wb"))),
@@ -410,7 +412,7 @@ GADGETS: dict[str, Gadget] = {
         ),
         needs=("torch",),
     ),
-    # what reads files
+    # functions and classes that read files
     "ProcessFailure of torch": Gadget(
         call("torch.distributed.elastic.multiprocessing:ProcessFailure", integer(0), integer(0), integer(1), MARKER),
         "fetched", needs=("torch",),

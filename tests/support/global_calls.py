@@ -1,5 +1,6 @@
-"""All ways in which a pickle names and calls a global, and the places in a checkpoint where one can hide: with any
-global, a dangerous one or its harmless twin.
+"""All ways in which a pickle names and calls a global, and the positions in a checkpoint where a global can hide.
+
+The functions accept any global: a dangerous one, or its harmless twin.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _HEAD = b"".join(pickle.dumps(value, 2) for value in (MAGIC, 1001, SYS_INFO))
 
 
 def short(value: str) -> bytes:
-    """SHORT_BINUNICODE."""
+    """Return the opcode SHORT_BINUNICODE with `value`."""
     return b"\x8c" + bytes([len(value.encode())]) + value.encode()
 
 
@@ -96,12 +97,12 @@ def zipped(data: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
 
 
 def legacy_of(data: bytes) -> bytes:
-    """A file of torch before 1.6 without storages, whose object is the pickle `data`."""
+    """Return a file of torch before 1.6 whose object is the pickle `data`, without storages."""
     return _HEAD + data + keys_and_data({})
 
 
 def _long(data: bytes) -> bytes:
-    """`data`, and behind its end more than is held in memory."""
+    """Return `data`, followed by more bytes than the program holds in memory."""
     return data + b"." * 70_000
 
 
@@ -131,35 +132,35 @@ NESTS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def whole(code: bytes, protocol: int = 4) -> bytes:
-    """A pickle of a dict of one tensor and of what `code` pushes, under the key ``x``."""
+    """Return a pickle of a dict that contains a tensor, and the value that `code` pushes under the key ``x``."""
     return dict_of(text("w"), tensor(), text("x"), code, protocol=protocol)
 
 
 def checkpoint(code: bytes, protocol: int = 4) -> bytes:
-    """A torch zip with what `code` pushes under the key ``x``."""
+    """Return a torch zip file that contains the value that `code` pushes under the key ``x``."""
     return torch_zip_of(whole(code, protocol))
 
 
 def legacy_with(code: bytes) -> bytes:
-    """A file of torch before 1.6 with what `code` pushes under the key ``x``."""
+    """Return a file of torch before 1.6 that contains the value that `code` pushes under the key ``x``."""
     reference = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x04NtQ"
     data = dict_of(text("w"), tensor(reference), text("x"), code, protocol=2)
     return _HEAD + data + keys_and_data({"0": (4, bytes(16))})
 
 
 def plain_of(code: bytes) -> bytes:
-    """A plain pickle of a tensor, and of what `code` pushes."""
+    """Return a plain pickle of a tensor, and of the value that `code` pushes."""
     data = pickle.dumps({"w": torch.ones(2)}, 4)[11:]  # without PROTO and FRAME
     return b"\x80\x04" + data[:-1] + text("x") + code + b"s."
 
 
 def program_of(code: bytes, record: str = "constants.pkl") -> bytes:
-    """A TorchScript archive, with what `code` pushes in the tuple that is `record`."""
+    """Return a TorchScript archive whose `record` is a tuple of the value that `code` pushes."""
     return rezipped(scripted(torch.nn.Linear(2, 2)), {record: b"\x80\x02" + code + b"\x85."})
 
 
 def shards_in(folder: Path, code: bytes) -> Path:
-    """A sharded set in `folder`, of which one shard pushes `code` and throws it away."""
+    """Write a sharded set into `folder`, and return `folder`. One shard pushes the value of `code` and discards it."""
     folder.mkdir()
     popped = b"\x80\x02" + code + b"0}(" + text("v") + tensor() + b"u."
     shards = {"w": dict_of(text("w"), tensor()), "v": popped}
@@ -171,5 +172,5 @@ def shards_in(folder: Path, code: bytes) -> Path:
 
 
 def dcp_in(folder: Path, item: object) -> Path:
-    """What torch.distributed.checkpoint saves of a tensor and `item`, in `folder`."""
+    """Save a tensor and `item` with torch.distributed.checkpoint in `folder`. Return the path of the checkpoint."""
     return distributed({"w": torch.ones(2), "x": item}, folder)

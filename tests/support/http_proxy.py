@@ -1,4 +1,4 @@
-"""A small HTTP proxy on the loopback, which remembers what it was asked for, and a certificate for servers there."""
+"""A small HTTP proxy on the loopback interface that records its requests, and a certificate for servers there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ __all__ = ["Proxy", "certificate", "proxying"]
 
 @dataclass
 class Proxy:
-    """What went through: `seen` has methods, places and who asked; without the right `who` it answers 407."""
+    """The state of a proxy. `seen` contains the method, the target and the credentials of each request.
+
+    If `who` is given, a request with other credentials is answered with status 407.
+    """
 
     port: int = 0
     who: str | None = None
@@ -34,7 +37,7 @@ class Proxy:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or each body would wait some 40 ms for the answer to its header
+    disable_nagle_algorithm = True  # otherwise each body waits about 40 ms for the acknowledgment of its header
     proxy: Proxy
 
     def _is_let_in(self) -> bool:
@@ -48,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def do_CONNECT(self) -> None:
-        """A tunnel, of whose content it knows nothing."""
+        """Open a tunnel, and relay its bytes in both directions."""
         if not self._is_let_in():
             return
         host, _, port = self.path.partition(":")
@@ -78,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads it."""
+        """Discard the message."""
 
 
 def _pump(source: socket.socket, to: socket.socket) -> None:
@@ -90,7 +93,7 @@ def _pump(source: socket.socket, to: socket.socket) -> None:
 
 @contextlib.contextmanager
 def proxying(who: str | None = None) -> Iterator[Proxy]:
-    """A proxy that lets in `who` says so, if that is said."""
+    """Run a proxy, and yield it. If `who` is given, the proxy accepts only requests with these credentials."""
     proxy = Proxy(who=who)
     handler = type("Handler", (_Handler,), {"proxy": proxy})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -101,7 +104,7 @@ def proxying(who: str | None = None) -> Iterator[Proxy]:
 
 
 def certificate(folder: Path) -> tuple[Path, ssl.SSLContext]:
-    """A certificate for 127.0.0.1 that nobody else has signed, and what a server needs to show it."""
+    """Return the path of a self-signed certificate for 127.0.0.1, and the context of a server that uses it."""
     program = shutil.which("openssl")
     if program is None:
         pytest.skip("openssl is not installed, which makes the certificate")

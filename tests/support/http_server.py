@@ -1,4 +1,6 @@
-"""A small HTTP server of files in memory, on the loopback, that counts what it sends and can lie in many ways."""
+"""A small HTTP server on the loopback interface for files in memory. It counts the bytes that it sends, and can answer
+falsely in many ways.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ from zlib import crc32
 
 __all__ = ["LIES", "SLOW_DOWNLOADS", "Exchange", "FileServer", "Seen", "in_background", "serving"]
 
-_ENDS = 1 << 16  # bytes at each end that the ETag is made of: files can have gigabytes
+_ENDS = 1 << 16  # the ETag covers this many bytes at each end, because files can be gigabytes long
 _TREE = re.compile(r"/api/(models|datasets|spaces)/([^/]+/[^/]+)/tree/([^/]+)(/.*)?")
 _MODIFIED = "Mon, 02 Nov 2026 10:00:00 GMT"
 
 
 class Seen(NamedTuple):
-    """One request, and how many bytes of a file were sent for it."""
+    """A request, and the number of bytes of a file that were sent for it."""
 
     path: str
     headers: dict[str, str]
@@ -37,8 +39,9 @@ class Seen(NamedTuple):
 
 @dataclass
 class FileServer:
-    """`files` by path. From the request number `honest` on it does what `lie` does; each answer comes `latency` seconds
-    late.
+    """A server of `files`, given by path.
+
+    From the request number `honest` on, the server answers with `lie`. Each answer is delayed by `latency` seconds.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
@@ -46,24 +49,24 @@ class FileServer:
     honest: int = 0
     latency: float = 0.0
     etags: bool = True
-    page: int = 1000  # entries of a list
-    lists: Callable[..., None] | None = None  # in place of an honest list
+    page: int = 1000  # entries in one page of a list
+    lists: Callable[..., None] | None = None  # replaces the true list of files
     seen: list[Seen] = field(default_factory=list)
     port: int = 0
     tls: ssl.SSLContext | None = None
 
     def url(self, name: str) -> str:
-        """Where the file `name` is."""
+        """Return the URL of the file `name`."""
         return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}/{name}"
 
     @property
     def sent(self) -> int:
-        """All bytes of files that were sent."""
+        """The total number of bytes of files that were sent."""
         return sum(each.sent for each in self.seen)
 
 
 class Exchange:
-    """One request for the range from `start` to `stop` of `data`, the `number`-th, and ways of answering it."""
+    """The request number `number`, for the range from `start` to `stop` of `data`, and ways to answer it."""
 
     def __init__(self, handler: _Handler, data: bytes, number: int) -> None:
         self.handler, self.data, self.number = handler, data, number
@@ -74,11 +77,11 @@ class Exchange:
 
     @property
     def part(self) -> bytes:
-        """The bytes that are asked for."""
+        """The requested bytes."""
         return self.data[self.start : self.stop]
 
     def headers(self, **more: str) -> dict[str, str]:
-        """Those of an honest answer, changed as `more` says; an empty text leaves one out."""
+        """Return the headers of a correct answer, changed by `more`. An empty text removes a header."""
         said = {
             "Content-Range": f"bytes {self.start}-{self.stop - 1}/{len(self.data)}",
             "Content-Length": str(self.stop - self.start),
@@ -90,7 +93,7 @@ class Exchange:
         return {name: text for name, text in said.items() if text}
 
     def list(self, files: dict[str, bytes], *, most: int) -> None:
-        """As the Hub's tree API does: a page of the `files` of a repository, and a link to the next one."""
+        """Answer like the Hub's tree API: with a page of the `files` of a repository, and a link to the next page."""
         at = urlsplit(self.handler.path)
         kind, repo, revision, folder = _TREE.fullmatch(at.path).groups()  # type: ignore[union-attr]
         root = f"{'' if kind == 'models' else f'{kind}/'}{repo}/resolve/{unquote(revision)}/"
@@ -105,7 +108,7 @@ class Exchange:
         self.send(200 if found else 404, {"Content-Length": str(len(body)), **more}, body)
 
     def send(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        """Answer so."""
+        """Send an answer with `status`, `headers` and `body`, and record the request."""
         handler = self.handler
         handler.files.seen.append(Seen(handler.path, dict(handler.headers.items()), status, len(body)))
         handler.send_response(status)
@@ -115,7 +118,7 @@ class Exchange:
         handler.wfile.write(body)
 
     def answer(self) -> None:
-        """As RFC 9110 has it."""
+        """Answer as RFC 9110 requires."""
         wanted = self.handler.headers
         honest = self.headers()
         if wanted.get("If-Match", honest.get("ETag")) != honest.get("ETag"):
@@ -130,7 +133,7 @@ class Exchange:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or each body would wait some 40 ms for the answer to its header
+    disable_nagle_algorithm = True  # otherwise each body waits about 40 ms for the acknowledgment of its header
     files: FileServer
 
     def do_GET(self) -> None:
@@ -146,25 +149,25 @@ class _Handler(BaseHTTPRequestHandler):
             return
         exchange = Exchange(self, data, number)
         if files.lie and number >= files.honest:
-            with contextlib.suppress(OSError):  # who is lied to may hang up
+            with contextlib.suppress(OSError):  # the client may hang up after a false answer
                 files.lie(exchange)
             return
         exchange.answer()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads it."""
+        """Discard the message."""
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who is lied to may hang up."""
+        """Ignore the error: the client may hang up after a false answer."""
 
 
 @contextlib.contextmanager
 def serving(files: dict[str, bytes] | None = None, **how: Any) -> Iterator[FileServer]:
-    """A server of `files`, as a :class:`FileServer` that says `how`."""
+    """Run a server of `files` with the fields `how` of :class:`FileServer`, and yield it."""
     server = FileServer(files or {}, **how)
     handler = type("Handler", (_Handler,), {"files": server})
     with _Server(("127.0.0.1", 0), handler) as running:
@@ -177,7 +180,7 @@ def serving(files: dict[str, bytes] | None = None, **how: Any) -> Iterator[FileS
 
 @contextlib.contextmanager
 def in_background(server: ThreadingHTTPServer) -> Iterator[None]:
-    """Let `server` answer in a thread of its own."""
+    """Run `server` in a separate thread during this context."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
@@ -187,11 +190,11 @@ def in_background(server: ThreadingHTTPServer) -> Iterator[None]:
         thread.join()
 
 
-# Lies
+# Lies: false answers of the server
 
 
 def _dribble(it: Exchange, head: bytes, body: bytes) -> None:
-    """Send `head` at once, and of `body` a byte at a time."""
+    """Send `head` at once, and then `body` one byte at a time."""
     it.handler.files.seen.append(Seen(it.handler.path, {}, 206, len(body)))
     it.handler.close_connection = True
     it.handler.wfile.write(head)
@@ -238,7 +241,7 @@ def _again(it: Exchange, after: str) -> None:
 
 
 def _chunked(it: Exchange, chunks: Iterator[bytes]) -> None:
-    """Send all of the file in `chunks`, or as much of it as whoever listens waits for."""
+    """Send the complete file in `chunks`. Stop after 20 seconds."""
     it.handler.files.seen.append(Seen(it.handler.path, {}, 200, 0))
     it.handler.close_connection = True
     said = it.headers(Content_Range="", Content_Length="", Transfer_Encoding="chunked")
@@ -253,7 +256,7 @@ def _chunked(it: Exchange, chunks: Iterator[bytes]) -> None:
 
 
 def _slowly(data: bytes) -> Iterator[bytes]:
-    """A byte of `data` at a time, over and over."""
+    """Yield the bytes of `data` one at a time, with pauses, endlessly."""
     for i in count_from():
         time.sleep(0.05)
         yield data[i % len(data) :][:1]
@@ -269,7 +272,7 @@ def _redirect(it: Exchange, place: str) -> None:
 
 
 def _changes(it: Exchange, **how: str) -> None:
-    """Each answer is of another version, and no condition is kept."""
+    """Answer as if each request found another version of the file. Conditions of the request are ignored."""
     more = {name: text.replace("#", str(it.number)) for name, text in how.items()}
     it.send(206, it.headers(**more), it.part)
 

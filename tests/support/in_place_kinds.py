@@ -1,4 +1,4 @@
-"""Checkpoints of every kind that is changed in place, and what must hold of one at any moment."""
+"""Checkpoints of every kind that can be changed in place, and the conditions that must hold for them at any moment."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LONG = "a.name.that.is.much.longer.than.it.was."
 
 
 def make(folder: Path, kind: str, tensors: int) -> Path:
-    """A checkpoint of so many `tensors` in `folder`, a file or a folder of its own; its path.
+    """Make a checkpoint with `tensors` tensors in `folder`, and return the path of its file or folder.
 
-    A zip has no checksums, so that none of them finds what is torn.
+    A zip is saved without checksums, so no checksum can reveal a torn file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = {f"layer{i}.weight": torch.arange(4.0) + i for i in range(tensors)}
@@ -50,18 +50,22 @@ def make(folder: Path, kind: str, tensors: int) -> Path:
 
 
 def contents(path: Path) -> Contents:
-    """The checkpoint's own files, without journals and temporaries."""
+    """Return the contents of the checkpoint's own files, without journals and temporary files."""
     files = [path] if path.is_file() else sorted(path.iterdir())
     return {file.name: file.read_bytes() for file in files if not is_own_file(file.name)}
 
 
 def files_of(path: Path) -> list[Path]:
-    """The paths of these."""
+    """Return the paths of the checkpoint's own files."""
     return [path] if path.is_file() else [path / name for name in contents(path)]
 
 
 def torn(path: Path, *wholes: Contents) -> str | None:
-    """What must not be so of the checkpoint at `path`, where it is none of `wholes`."""
+    """Return what is wrong with the checkpoint at `path` if it equals none of `wholes`. Return None if nothing is
+    wrong.
+
+    A mixture must have a hot journal. A file that is torn must not load, and at least one file must not load.
+    """
     found = contents(path)
     if found in wholes:
         return None
@@ -74,7 +78,10 @@ def torn(path: Path, *wholes: Contents) -> str | None:
 
 
 def not_undone(path: Path, *olds: Contents) -> str | None:
-    """What must not be so after ``undo``, where a journal is hot: it gives back one of `olds`, and leaves nothing."""
+    """Run ``undo`` if a journal is hot, and return what is wrong afterward. Return None if nothing is wrong.
+
+    ``undo`` must restore one of `olds` and remove all journals.
+    """
     hot = next((file for file in files_of(path) if state_of(file) == HOT), None)
     if hot is None:
         return None
@@ -87,5 +94,5 @@ def not_undone(path: Path, *olds: Contents) -> str | None:
 
 
 def journals(path: Path) -> list[str]:
-    """The names of the journals beside the checkpoint's files."""
+    """Return the names of the journals next to the checkpoint's files."""
     return [name for name in os.listdir(path.parent if path.is_file() else path) if target_of(name)]

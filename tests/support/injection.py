@@ -1,5 +1,5 @@
-"""Conversions in processes of their own, with a fault at one of their system calls, which strace
-puts there; and what must be so afterwards.
+"""Conversions in separate processes with a fault at one of their system calls, which strace injects, and the conditions
+that must hold afterward.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ _PATH = re.compile(r'<(/[^>]*)>|"(/[^"]*)"')
 
 
 def content_of(path: Path) -> Content:
-    """What stands at `path`, if anything does."""
+    """Return the content of the file or folder at `path`, or None if nothing exists there."""
     if path.is_dir():
         return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if not file.is_dir()}
     return path.read_bytes() if path.exists() else None
 
 
 def put(path: Path, content: Content) -> None:
-    """Let `content` stand at `path`."""
+    """Write `content` to `path`."""
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif content is not None:
@@ -84,8 +84,10 @@ def put(path: Path, content: Content) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """What became of a conversion with a `fault` at the `number`-th `call` of that name: `outcome` says of each target
-    whether it is the old or the new one, `line` is what was said, `left` what stands beside the targets.
+    """The result of a conversion with `fault` at the call number `number` of the system call `call`.
+
+    `outcome` contains for each target whether it is old, new or a mixture. `left` names the files that are left next to
+    the targets. `line` is the error output.
     """
 
     conversion: str
@@ -99,19 +101,18 @@ class Point:
     line: str
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fields as a dict for JSON."""
         return asdict(self)
 
 
 @dataclass
 class Conversion:
-    """``ckptconv convert `srcs` `dst` FLAGS``, in a folder of its own each time, which is the
-    only one in `folder` that it writes to.
+    """The command ``ckptconv convert `srcs` `dst` FLAGS``. Each run writes to a new folder below `folder`.
 
-    `targets`: what is to stand in it, by name, and what stands there `before` (nothing, where that is None). `dst`: by
-    default the first target. `threads`: some of the calls are other threads', and the numbers of some differ from run
-    to run. `processes`: they are those of other processes, and `calls` names them. `program`: how Python runs
-    the command.
+    `targets` names the files or folders that the command writes, and `before` is their content beforehand (None if they
+    do not exist). `dst` is the first target by default. `threads` is true if other threads make some of the calls, so
+    that the numbers of some calls differ from run to run. `processes` is true if other processes make the calls. In
+    this case `calls` names them. `program` contains the arguments with which Python runs the command.
     """
 
     name: str
@@ -139,13 +140,13 @@ class Conversion:
         assert found
         assert all(verdict.ok for verdict in found), found
         if not self.calls:
-            # now the modules are compiled, and the interpreter's own calls are the same each time
+            # The first run compiles the modules, so that the interpreter's own calls are the same in each later run.
             self.trace(self.fresh())
             out = self.fresh()
             self.calls = self._write_side(self.trace(out)[1], out)
 
     def fresh(self) -> Path:
-        """A folder with what stands there before."""
+        """Return a new folder whose targets have the content `before`."""
         out = self.folder / f"{next(self._numbers):04}" / "out"
         out.mkdir(parents=True)
         for target in self.targets:
@@ -162,10 +163,13 @@ class Conversion:
     def trace(
         self, out: Path, *options: str, package: Path | None = None
     ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        """Convert in `out`; the process, and the lines of strace. `package`: the folder whose ``ckptconv`` is run."""
+        """Convert in `out` under strace. Return the finished process and the lines of strace.
+
+        `package` is the folder whose ``ckptconv`` runs.
+        """
         log = out.with_name("strace.log")
         traced = [call for call in WRITE_SIDE if not (self.threads and call in _UNCOUNTED)]
-        # which strace does not do with the filter that makes it fast
+        # strace does not inject signals with --seccomp-bpf, the filter that makes it fast.
         sends = any("signal=" in option for option in options)
         filtered = [] if sends else ["--seccomp-bpf"]
         done = subprocess.run(
@@ -189,16 +193,19 @@ class Conversion:
         return done, log.read_text().splitlines()
 
     def undurable(self, package: Path | None = None) -> list[str]:
-        """What a loss of power could take, by the order of its calls; `package` is that of :meth:`trace`."""
+        """Return what a loss of power could destroy, according to the order of the calls. `package` is the one of
+        :meth:`trace`.
+        """
         out = self.fresh()
         done, lines = self.trace(out, package=package)
         assert done.returncode == 0
         return not_durable(lines, out)
 
     def _write_side(self, lines: list[str], out: Path) -> list[tuple[str, int]]:
-        """(call, its number among the calls of that name in its thread): from the first that has to do with `out` to
-        the last that has to do with it or with an input. Of other threads than the first, only the first call of a
-        name.
+        """Return the calls that can fail, each with its number among the calls of this name in its thread.
+
+        The calls begin with the first one that names `out`, and end with the last one that names `out` or an input. Of
+        other threads than the first, only the first call of each name is included.
         """
         found: list[tuple[str, int, str]] = []
         seen: dict[tuple[str, str], int] = {}
@@ -206,7 +213,7 @@ class Conversion:
         for line in lines:
             thread, rest = line.split(maxsplit=1)
             name = rest.split("(")[0]
-            if name not in WRITE_SIDE:  # the end of a call that another thread's cut in two, an exit
+            if name not in WRITE_SIDE:  # the rest of a call that another thread interrupted, or an exit
                 continue
             seen[thread, name] = number = seen.get((thread, name), 0) + 1
             if thread == main or number == 1:
@@ -218,9 +225,9 @@ class Conversion:
         return list(dict.fromkeys(calls))
 
     def points(self, faults: Sequence[str], calls: Sequence[str] | None = None) -> list[Point]:
-        """What becomes of it with each of the `faults` at each call, of these `calls`.
+        """Run the conversion with each of `faults` at each call, or at those in `calls`. Return the results.
 
-        Raises AssertionError, with all that went wrong.
+        Raise AssertionError with all violations if a condition does not hold.
         """
         what = [
             (fault, call, number) for fault in faults for call, number in self.calls if calls is None or call in calls
@@ -232,7 +239,7 @@ class Conversion:
         return [each for each in results if isinstance(each, Point)]
 
     def _try(self, fault: str, call: str, number: int) -> Point | str:
-        """What became of it, or what is wrong with that."""
+        """Run the conversion with one fault. Return its result, or a text with the violated conditions."""
         out = self.fresh()
         done, lines = self.trace(out, "-e", f"inject={call}:{fault}:when={number}")
         found = [content_of(out / target) for target in self.targets]
@@ -250,8 +257,9 @@ class Conversion:
         return point
 
     def _beside(self, out: Path) -> Iterator[str]:
-        """What stands in `out` and is no target, nor in one, nor a folder with one; what
-        stands in a temporary folder goes with that.
+        """Yield the names of files and folders in `out` that do not belong to a target.
+
+        A folder that contains targets belongs to them. The contents of a temporary folder are not listed.
         """
         for path in sorted(out.rglob("*")):
             name = str(path.relative_to(out))
@@ -262,7 +270,7 @@ class Conversion:
             yield name
 
     def _wrong(self, point: Point, lines: list[str]) -> Iterator[str]:
-        """What must not be so."""
+        """Yield the violated conditions."""
         if not any("INJECTED" in line or "--- SIG" in line or "+++ killed" in line for line in lines):
             yield "the call never came"
         if "mixture" in point.outcome:
@@ -288,15 +296,17 @@ class Conversion:
             yield "another exit status"
 
     def _is_known(self, name: str, *, killed: bool) -> bool:
-        """Whether what is left under `name` is a temporary, or the folder that was
-        made for targets by one who was `killed`.
+        """Return whether the leftover `name` is a temporary file or, if the process was `killed`, a folder made for
+        targets.
         """
         return is_temporary(os.path.basename(name)) or (
             killed and any(each.startswith(f"{name}/") for each in self.targets)
         )
 
     def _most_lines(self, point: Point) -> int:
-        """One for each that failed; a batch that is interrupted says how to go on."""
+        """Return the largest number of error lines: one for each failure. A batch that is interrupted adds a line about
+        how to continue.
+        """
         if len(self.targets) == 1:
             return 1
         if point.exit == 130 or self.processes:
@@ -304,21 +314,21 @@ class Conversion:
         return point.outcome.count("old") + point.line.count("in place")
 
     def _exits(self, fault: str) -> tuple[int, ...]:
-        if self.processes:  # one that is killed is started again; Ctrl-C is not for it
+        if self.processes:  # a killed process is started again, and Ctrl-C is not sent to it
             return (0, 1, 3)
-        if fault in SIGNALS:  # which may come when all is done
+        if fault in SIGNALS:  # signals, which may arrive when everything is done
             return {"signal=SIGINT": (130,), "signal=SIGTERM": (143,), "signal=SIGKILL": (-signal.SIGKILL,)}[fault]
         return (0, 1, 3) if len(self.targets) > 1 else (0, 1)
 
 
 def not_durable(lines: Sequence[str], out: Path) -> list[str]:
-    """What a loss of power could take, by the order of the calls in `lines`: whatever has a name in `out` that was not
-    synced before it got that name, and names that were not synced before the process ended.
+    """Return what a loss of power could destroy, according to the order of the calls in `lines`.
 
-    Nothing is said only where something was written and got a name.
+    Files must be synced before they get a name in `out`, and folders with new names before the process ends. The result
+    is also not empty if nothing was written or nothing got a name.
     """
-    unsynced: set[str] = set()  # temporaries, and folders in them that have new names
-    names: set[str] = set()  # folders in which there are new names
+    unsynced: set[str] = set()  # temporary files, and temporary folders with new names
+    names: set[str] = set()  # folders that contain new names
     wrong: list[str] = []
     written = named = 0
     for line in lines:
@@ -333,7 +343,7 @@ def not_durable(lines: Sequence[str], out: Path) -> list[str]:
             names.discard(paths[0])
         elif name in _NAMING and ours:
             named += 1
-            # other files may be written meanwhile
+            # Other files may be written at the same time.
             inside = [path for path in unsynced if f"{path}/".startswith(f"{ours[0]}/")]
             wrong += [f"named before it was synced: {path}" for path in sorted(inside)]
             names.add(os.path.dirname(paths[-1]))

@@ -1,4 +1,4 @@
-"""torch as the judge: whether two loaded objects are the same in everything that a checkpoint can say."""
+"""A comparison of two loaded objects with torch, in every property that a checkpoint can store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _MACHINERY = ("fake_mode", "_checkpoint_offset", "_torch_load_uninitialized")
 
 
 def tags_of(path: Any, **kwargs: Any) -> tuple[Any, list[str]]:
-    """The object in `path` loaded on the CPU, and the location tag of each storage in the order of loading."""
+    """Load the object in `path` on the CPU. Return it, and the location tags of the storages in the order of
+    loading.
+    """
     tags: list[str] = []
 
     def keep(storage: Any, tag: str) -> Any:
@@ -32,17 +34,21 @@ def tags_of(path: Any, **kwargs: Any) -> tuple[Any, list[str]]:
 
 
 def forget_sparse() -> None:
-    """Forget sparse tensors that a load which failed has noted: torch would validate them at the end of the next."""
+    """Forget the sparse tensors that a failed load has noted, because torch would validate them at the end of the next
+    load.
+    """
     utils: Any = torch._utils
     noted = getattr(utils, "_sparse_tensors_to_validate", None)
     (utils._get_sparse_tensors_to_validate() if noted is None else noted).clear()
 
 
 def refusal(path: Any, **kwargs: Any) -> str | None:
-    """What torch's safe loader has against the file at `path`, on the CPU unless `kwargs` say otherwise."""
+    """Return the error with which torch's safe loader refuses the file at `path`, or None if it loads. The device is
+    the CPU unless `kwargs` contain another.
+    """
     forget_sparse()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of protocols
+        warnings.simplefilter("ignore")  # warnings about protocols
         try:
             torch.load(path, weights_only=True, **{"map_location": "cpu", **kwargs})
         except Exception as error:
@@ -51,14 +57,14 @@ def refusal(path: Any, **kwargs: Any) -> str | None:
 
 
 def assert_same(left: Any, right: Any) -> None:
-    """Fail unless `left` and `right` are the same: types, nesting, order, values bit for bit, layout, and
-    what shares what.
+    """Fail unless `left` and `right` are equal in types, nesting, order, values bit for bit, layout, and shared objects
+    and storages.
     """
     _Judge().compare(left, right, ".")
 
 
 def assert_same_files(left: Any, right: Any, **options: Any) -> None:
-    """Fail unless torch reads the same from both files, tags included, with these `options`."""
+    """Fail unless torch loads equal objects and equal location tags from both files, with `options`."""
     (a, tags), (b, their_tags) = tags_of(left, **options), tags_of(right, **options)
     assert_same(a, b)
     assert tags == their_tags
@@ -66,7 +72,7 @@ def assert_same_files(left: Any, right: Any, **options: Any) -> None:
 
 class _Judge:
     def __init__(self) -> None:
-        self.pairs: dict[int, int] = {}  # object on the left → the one on the right, and back: identity must correspond
+        self.pairs: dict[int, int] = {}  # by id, left → right and right → left: identities must correspond
         self.back: dict[int, int] = {}
         self.storages: dict[int, int] = {}
         self.storages_back: dict[int, int] = {}
@@ -127,7 +133,7 @@ class _Judge:
             assert a == b, (path, a, b)
 
     def array(self, a: Any, b: Any, path: str) -> None:
-        """numpy's arrays and scalars."""
+        """Compare numpy arrays and scalars."""
         assert (a.dtype, a.shape, a.strides) == (b.dtype, b.shape, b.strides), path
         if a.dtype.hasobject:
             self.compare(a.tolist(), b.tolist(), path + ".tolist()")
@@ -135,7 +141,7 @@ class _Judge:
             assert a.tobytes() == b.tobytes(), path
 
     def attributes(self, a: Any, b: Any, path: str) -> None:
-        """Instance dict and slots; an OrderedDict's ``_metadata`` is one of them."""
+        """Compare the instance dict and the slots. The dict includes the ``_metadata`` of an OrderedDict."""
         va, vb = getattr(a, "__dict__", None), getattr(b, "__dict__", None)
         if isinstance(va, dict) or isinstance(vb, dict):
             self.compare(_without_machinery(va), _without_machinery(vb), path + ".__dict__")
@@ -200,18 +206,20 @@ def _bytes_of(storage: Any) -> torch.Tensor:
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has no storage of its own; what it wraps are attributes."""
+    """Return whether `tensor` has no storage of its own. The tensors that it wraps are attributes."""
     is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return not is_plain and not isinstance(tensor, FakeTensor)
 
 
 def _without_machinery(attributes: Any) -> dict[str, Any]:
-    """A copy, without what torch's loaders leave there."""
+    """Return a copy of `attributes` without those that torch's loaders set."""
     return {name: value for name, value in (attributes or {}).items() if name not in _MACHINERY}
 
 
 def _has_own_equality(value: Any) -> bool:
-    """Whether `value`'s class says when two of its objects are equal; that of methods compares what they belong to."""
+    """Return whether the class of `value` defines the equality of its objects. Methods do not count, because their
+    equality compares the objects that they are bound to.
+    """
     equality: Any = type(value).__eq__
     return equality not in (object.__eq__, MethodType.__eq__)
 

@@ -1,4 +1,6 @@
-"""A plugin of pytest for Python in a browser: a test is skipped where it uses what no browser has, and says what."""
+"""A pytest plugin for Python in a browser. A test that uses something that no browser has is skipped, with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ for _name in PACKAGES:
 
 
 def main(words: list[str]) -> dict[str, int]:
-    """Run the tests that pytest finds by `words`, with the limits of a browser; also gives pytest's own status."""
+    """Run the tests that `words` select, with the limits of a browser. Return the number of tests by outcome, and
+    pytest's exit status.
+    """
     lower(nesting=400)
     usual = ["-p", "no:cacheprovider", "-o", "addopts=", "--tb=short", "--continue-on-collection-errors"]
     usual += ["--import-mode=importlib", "--basetemp=/tmp/tests"]
@@ -57,7 +61,7 @@ threading.Condition.wait = _wait  # type: ignore[method-assign]  # which would b
 
 
 def lacks(error: BaseException | None) -> str | None:
-    """What is not there, if a test has used it, or a part of the package that is not in the page."""
+    """Return the reason if `error` comes from something that a browser or the page lacks, and None otherwise."""
     if error is None:
         return None
     if "_Needed" in str(error):
@@ -69,7 +73,7 @@ def lacks(error: BaseException | None) -> str | None:
 
 
 def _in_the_page(error: BaseException) -> bool:
-    """Whether the last of our lines that led to `error` is one of the page."""
+    """Return whether the last line of the project that led to `error` is part of the page."""
     trace, ours = error.__traceback__, ""
     while trace:
         path = trace.tb_frame.f_code.co_filename
@@ -79,7 +83,7 @@ def _in_the_page(error: BaseException) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out the tests of modules that the page does not have."""
+    """Ignore the tests of modules that the page does not contain."""
     module = str(collection_path).replace("/tests/unit/", "/ckptconv/").replace("/test_", "/")
     return module.startswith(ELSEWHERE) or None
 

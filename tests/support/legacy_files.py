@@ -1,5 +1,6 @@
-"""Files in torch's format from before 1.6, as torch of long ago and Python 2 wrote them, which today's cannot write:
-put together from their five pickles.
+"""Files in torch's format from before 1.6, assembled from their five pickles.
+
+Early versions of torch and Python 2 wrote such files. The current version of torch cannot write them.
 """
 
 from __future__ import annotations
@@ -24,24 +25,26 @@ SYS_INFO = {
 
 
 def legacy(obj: Any, path: Path, **kwargs: Any) -> None:
-    """``torch.save`` in the older format."""
+    """Save `obj` at `path` with ``torch.save`` in the older format."""
     torch.save(obj, path, _use_new_zipfile_serialization=False, **kwargs)
 
 
 class Storage:
-    """A persistent id that stands where a storage is wanted."""
+    """A persistent id, in the place of a storage."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
 
 
 def storage_id(cls: Any, key: str, tag: str, numel: int, view: Any = None) -> Storage:
-    """What stands in the pickle for a storage."""
+    """Return the object that the pickle contains in the place of a storage."""
     return Storage("storage", cls, key, tag, numel, view)
 
 
 class _Pickler(pickle._Pickler):
-    """Python's own, in protocol 2, with storages by their ids; texts as Python 2 wrote them if asked."""
+    """Python's own pickler, which writes storages as persistent ids, and text as a string of Python 2 if `python2` is
+    true.
+    """
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
 
@@ -53,11 +56,11 @@ class _Pickler(pickle._Pickler):
         return obj.parts if isinstance(obj, Storage) else None
 
     def save_text(self, obj: str) -> None:
-        """SHORT_BINSTRING, or STRING where the text is longer than a line needs."""
+        """Write `obj` as Python does, or for Python 2 as a SHORT_BINSTRING (up to 19 bytes) or a STRING."""
         if not self.python2:
             pickle._Pickler.save_str(self, obj)  # type: ignore[attr-defined]
             return
-        this: Any = self  # of these methods typeshed knows nothing
+        this: Any = self  # typeshed does not declare these methods
         data = obj.encode()
         if len(data) < 20:
             this.write(b"U" + bytes([len(data)]) + data)
@@ -69,14 +72,16 @@ class _Pickler(pickle._Pickler):
 
 
 def object_pickle(obj: Any, *, python2: bool = False, protocol: int = 2) -> bytes:
-    """The pickle of `obj` with storages by their ids."""
+    """Return the pickle of `obj`, with storages as persistent ids."""
     stream = io.BytesIO()
     _Pickler(stream, python2, protocol).dump(obj)
     return stream.getvalue()
 
 
 def keys_and_data(storages: Mapping[str, tuple[int, bytes]]) -> bytes:
-    """What stands behind the object: the keys, and for each the number of elements and the bytes."""
+    """Return the bytes that follow the object: the keys of `storages`, and then the number of elements and the bytes of
+    each storage.
+    """
     data = b"".join(struct.pack("<q", numel) + raw for numel, raw in storages.values())
     return pickle.dumps([*storages], 2) + data
 
@@ -89,6 +94,6 @@ def legacy_file(
     protocol: int = 2,
     sys_info: Any = SYS_INFO,
 ) -> bytes:
-    """A whole file with `obj` in it, and `storages` by key: (elements, bytes)."""
+    """Return a complete file that contains `obj` and `storages`, a mapping of keys to pairs (elements, bytes)."""
     head = b"".join(pickle.dumps(value, protocol) for value in (MAGIC, 1001, sys_info))
     return head + object_pickle(obj, python2=python2, protocol=protocol) + keys_and_data(storages)

@@ -1,5 +1,5 @@
-"""``ckptconv`` in a process of its own that may write no large files: the limit of
-the process that runs the tests stays.
+"""``ckptconv`` in a separate process that cannot write large files. The limit of the process that runs the tests does
+not change.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ sys.exit(main(sys.argv[2:]))
 
 
 def ckptconv_with_small_files(nbytes: int, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``ckptconv`` with `words`, where a file larger than `nbytes` is an error (EFBIG); stdout and
-    stderr are captured.
+    """Run ``ckptconv`` with `words`, and capture stdout and stderr. Writing a file larger than `nbytes` fails with
+    EFBIG in the process.
     """
     command = [sys.executable, "-c", _PROGRAM, str(nbytes), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)

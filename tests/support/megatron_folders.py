@@ -1,7 +1,7 @@
-"""Small checkpoints as Megatron-Core writes them (``torch_dist``), made by torch without Megatron-Core.
+"""Small checkpoints in Megatron-Core's format ``torch_dist``, written by torch without Megatron-Core.
 
-The pickles name the same globals: a module of its name stands in for Megatron-Core's while they are written.
-``tests/long/test_megatron_runs.py`` reads folders that Megatron-Core itself has written.
+The pickles name the same globals as those of Megatron-Core, because a module with its name replaces it while they are
+written. ``tests/long/test_megatron_runs.py`` reads folders that Megatron-Core itself has written.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ RESHAPED = "optimizer.state.exp_avg_sq.decoder.final_layernorm.weight"
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """The weights of a model, by their names in Megatron-Core."""
+    """Return the weights of a model, by their names in Megatron-Core."""
     generator = torch.Generator().manual_seed(2)
     return {name: torch.randn(*shape, generator=generator) for name, shape in SHAPES.items()}
 
@@ -66,10 +66,11 @@ def weights() -> dict[str, torch.Tensor]:
 def write_megatron(
     folder: Path, version: str = "0.16", state: dict[str, Any] | None = None, args: dict[str, Any] | None = None
 ) -> Path:
-    """Write `state` to `folder` as this `version` of Megatron-Core does, with a common state that has `args`.
+    """Write `state` to `folder` as Megatron-Core `version` does, with a common state that contains `args`. Return
+    `folder`.
 
-    By default, `state` has a model, one moment of an optimizer by parameter, and parts of others that are not by
-    parameter.
+    By default, `state` contains a model, one moment of an optimizer by parameter, and parts of other optimizer states
+    that are not stored by parameter.
     """
     model = weights()
     moments = {f"optimizer.state.exp_avg.{name}": tensor * 2 for name, tensor in model.items()}
@@ -85,20 +86,20 @@ def write_megatron(
         about |= {"common_backend": "torch", "common_backend_version": 1}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about there being no other processes
+        warnings.simplefilter("ignore")  # torch warns that there are no other processes
         dcp.save(flat, checkpoint_id=folder, planner=planner, **ALONE)
     if version != "0.19":
         torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(about))
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    above = [_STRATEGIES.rsplit(".", i)[0] for i in range(1, 5)]  # pickle imports these first
+    above = [_STRATEGIES.rsplit(".", i)[0] for i in range(1, 5)]  # pickle imports these packages first
     with mock.patch.dict(sys.modules, {name: types.ModuleType(name) for name in above} | {_STRATEGIES: _strategies()}):
         (folder / ".metadata").write_bytes(pickle.dumps(_with_plans(metadata, flat, version)))
     return folder
 
 
 def by_torch(folder: Path) -> dict[str, Any]:
-    """What torch loads from the DCP folder `folder`, without Megatron-Core."""
+    """Return the state dict that torch loads from the DCP folder `folder`, without Megatron-Core."""
     state: dict[str, Any] = {}
     metadata = dcp.FileSystemReader(folder).read_metadata()
     metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
@@ -108,7 +109,7 @@ def by_torch(folder: Path) -> dict[str, Any]:
 
 
 class _Known(dcp.FileSystemReader):
-    """A reader of a folder whose metadata is known: Megatron-Core writes none of the paths that torch asks for."""
+    """A reader of a folder with given metadata, because Megatron-Core does not write the paths that torch requests."""
 
     def __init__(self, folder: Path, metadata: Any) -> None:
         super().__init__(folder)
@@ -119,7 +120,7 @@ class _Known(dcp.FileSystemReader):
 
 
 def _strategies() -> Any:
-    """A module with the classes of Megatron-Core up to 0.15."""
+    """Return a module with the classes of Megatron-Core up to 0.15."""
     module: Any = types.ModuleType(_STRATEGIES)
 
     @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _strategies() -> Any:
 
 
 def _with_plans(metadata: Metadata, state: dict[str, Any], version: str) -> Metadata:
-    """`metadata` with what this `version` of Megatron-Core adds to it."""
+    """Return `metadata` with the additions of Megatron-Core `version`."""
     classes = sys.modules[_STRATEGIES]
     plan = create_default_local_save_plan(state, True)
     if version in ("0.14", "0.15"):

@@ -1,8 +1,9 @@
-"""Models of Megatron-Core on the CPU, each saved as a ``torch_dist`` folder. ``logits.pt`` next to the folder has what
-the model gives, and ``tensors.pt`` what torch loads from the folder:
-``python -m torch.distributed.run --nproc_per_node RANKS -m tests.support.megatron_runs FOLDER CASE...``.
+"""Models of Megatron-Core on the CPU, each saved as a ``torch_dist`` folder.
 
-It needs Megatron-Core and torch, and none of this project's packages, so that it runs in an environment of its own.
+Usage: ``python -m torch.distributed.run --nproc_per_node RANKS -m tests.support.megatron_runs FOLDER CASE...``. Next to
+each folder, ``logits.pt`` contains the logits of the model, and ``tensors.pt`` contains the tensors that torch loads
+from the folder. The program requires Megatron-Core and torch but not ckptconv, so that it can run in a separate
+environment.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ VOCAB, PADDED = 100, 128
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-adam": {"run": {"optimizer": True}},
-    "llama-buckets": {"run": {"distributed": "dp_reshardable"}},  # what Megatron-LM does by default
+    "llama-buckets": {"run": {"distributed": "dp_reshardable"}},  # the default of Megatron-LM
     "llama-reshardable": {"run": {"distributed": "fully_reshardable"}},
     "llama-single": {"run": {"singleton_local_shards": True}},
     "llama-tied": {"run": {"tied": True}},
@@ -41,7 +42,7 @@ TOKENS = (torch.arange(12) * 7 + 3) % VOCAB
 
 
 def model_of(case: dict[str, Any]) -> Any:
-    """The model of `case`, whose weights depend on nothing but the case."""
+    """Return the model of `case`. Its weights depend only on the case."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # type: ignore[import-not-found]
     from megatron.core.models.gpt.gpt_model import GPTModel  # type: ignore[import-not-found]
     from megatron.core.transformer.transformer_config import TransformerConfig  # type: ignore[import-not-found]
@@ -87,7 +88,7 @@ def model_of(case: dict[str, Any]) -> Any:
         share_embeddings_and_output_weights=case.get("run", {}).get("tied", False),
     )
     for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases, which begin as ones and zeros
+        if parameter.dim() == 1:  # norms and biases, which are initialized with ones and zeros
             with torch.no_grad():
                 parameter += torch.rand(parameter.shape) / 4
                 if parameter.shape[0] in (32, 8):
@@ -96,7 +97,7 @@ def model_of(case: dict[str, Any]) -> Any:
 
 
 def logits_of(model: Any) -> torch.Tensor:
-    """The logits of all processes for some tokens."""
+    """Return the logits of `model` for some tokens, gathered from all processes."""
     tokens = TOKENS.view(1, -1)
     positions = torch.arange(tokens.shape[1]).view(1, -1)
     mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1]).triu(1).bool()
@@ -108,7 +109,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def _optimizer(model: Any, sharded: Any) -> Any:
-    """The state of an optimizer after a step, by parameter."""
+    """Return the state of an optimizer after one step, by parameter."""
     from megatron.core.dist_checkpointing.optimizer import (  # type: ignore[import-not-found]
         get_param_id_to_sharded_param_map,
         optim_state_to_sharding_state,
@@ -128,7 +129,7 @@ def _optimizer(model: Any, sharded: Any) -> Any:
 
 
 def _distributed(model: Any) -> tuple[Any, Any]:
-    """A distributed optimizer of Megatron-Core after a step, and the model."""
+    """Return a distributed optimizer of Megatron-Core after one step, and the model."""
     from megatron.core.distributed import (  # type: ignore[import-not-found]
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -147,7 +148,7 @@ def _distributed(model: Any) -> tuple[Any, Any]:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Tensors are made on the CPU, and say that they are on a GPU if they are asked for their type."""
+    """A mode that creates tensors on the CPU, although their type reports a GPU."""
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -157,7 +158,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 def run(folder: Path, name: str) -> None:
-    """Save the model of the case `name` in ``folder/NAME/iter_0001000``, and its logits next to that."""
+    """Save the model of the case `name` in ``folder/NAME/iter_0001000``, and its logits next to that folder."""
     from megatron.core import dist_checkpointing  # type: ignore[import-not-found]
 
     case = CASES[name]
@@ -194,7 +195,7 @@ def run(folder: Path, name: str) -> None:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    """Run the cases `names` in this process, which is one of those of ``torch.distributed.run``."""
+    """Run the cases `names` in this process, which is one of the processes of ``torch.distributed.run``."""
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.cuda.empty_cache = lambda: None
@@ -204,10 +205,10 @@ def main(folder: Path, names: list[str]) -> None:
     from megatron.core.tensor_parallel import random  # type: ignore[import-not-found]
     from megatron.core.transformer.moe import moe_utils  # type: ignore[import-not-found]
 
-    moe_utils.te_general_gemm = None  # of Transformer Engine
+    moe_utils.te_general_gemm = None  # a function of Transformer Engine
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-    random.get_cuda_rng_tracker().fork = lambda *_: nullcontext()  # it has states of GPUs only
+    random.get_cuda_rng_tracker().fork = lambda *_: nullcontext()  # the tracker contains only states of GPUs
     with _OnCpu():
         for name in names:
             run(folder, name)

@@ -1,4 +1,4 @@
-"""How much memory something takes."""
+"""A limit on the memory that Python's objects take."""
 
 from __future__ import annotations
 

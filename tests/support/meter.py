@@ -1,4 +1,4 @@
-"""A meter, as commands have one on a terminal, that remembers what it was told."""
+"""A progress meter like that of commands on a terminal, which records its calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Counted"]
 
 
 class Counted:
-    """How many bytes were `promised` each time, and how many were `done`."""
+    """A meter that records for each use how many bytes were `promised` and how many were `done`."""
 
     def __init__(self) -> None:
         self.promised: list[int] = []

@@ -1,4 +1,4 @@
-"""Filesystems that are mounted for a while, which needs root."""
+"""Filesystems that are mounted temporarily, which requires root."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CLONE_NEWNS = 0x20000  # linux/sched.h
 
 @contextmanager
 def mounted(at: Path, *words: object) -> Iterator[Path]:
-    """What ``mount`` makes of `words`, at the folder `at`, which is made if it is not there.
+    """Mount a filesystem at the folder `at` with the arguments `words` of ``mount``, and yield `at`.
 
-    Only this process and its children see it.
+    The folder is created if it does not exist. Only this process and its children see the mount.
     """
     _mount_apart()
     at.mkdir(exist_ok=True)
@@ -31,7 +31,9 @@ def mounted(at: Path, *words: object) -> Iterator[Path]:
 
 @cache
 def _mount_apart() -> None:
-    """Give this process mounts of its own: if it is killed, the kernel unmounts them, and frees their loop devices."""
+    """Give this process a separate mount namespace. If the process is killed, the kernel unmounts its filesystems and
+    frees their loop devices.
+    """
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
         raise OSError(ctypes.get_errno(), "the process gets no mounts of its own")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)

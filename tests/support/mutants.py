@@ -1,8 +1,9 @@
-"""Files that torch could have written but for one thing: real kinds of files, changed at one of four levels.
+"""Mutants: real files of many kinds, each with a change that torch would not write.
 
-``byte``: any byte, the archive's checksums as they were, or right again. ``opcode``: the pickle, by opcodes.
-``argument``: an argument of a call, a state, a key, a persistent id. ``container``: the records around the pickle, or
-the other pickles of the older format.
+There are four levels of changes. ``byte`` changes bytes of the file, with the old checksums of an archive, or bytes of
+the pickle, with correct checksums. ``opcode`` changes opcodes of the pickle. ``argument`` changes an argument of a
+call, a state, a key or a persistent id. ``container`` changes the records around the pickle, or the other pickles of
+the older format.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from tests.support.reduced import Reduced
 
 __all__ = ["LEVELS", "kinds", "mutant"]
 
-_LARGEST = 100_000  # bytes of a kind: a larger one is changed where nothing is
+_LARGEST = 100_000  # in bytes: most changes of a larger file would have no effect
 #: Objects of the zoo that are too large.
 _TOO_LARGE = ("long_values", "numpy_objects")
 _PROTOCOLS = {"state_dict": (3, 4, 5), "allowed": (4,), "views": (4,), "training": (5,)}
@@ -73,7 +74,7 @@ def _saved(obj: Any, **kwargs: Any) -> bytes:
 
 @cache
 def kinds() -> dict[str, bytes]:
-    """Real kinds of files by name, as torch, pickle and safetensors write them."""
+    """Return real files of many kinds by name, as torch, pickle and safetensors write them."""
     torch.manual_seed(0)
     found = dict(_of_zoo())
     found.update(_of_other_writers(found["state_dict"]))
@@ -96,7 +97,7 @@ def _of_zoo() -> Iterator[tuple[str, bytes]]:
 
 
 def _mixed() -> Any:
-    """A little of everything that the safe loader takes."""
+    """Return a dict with an example of nearly every object that torch's safe loader accepts."""
     base = torch.arange(12.0)
     attributed: Any = nn.Parameter(base[:3].clone())
     attributed.note = {"a": 1}
@@ -125,7 +126,7 @@ def _mixed() -> Any:
 
 
 def _of_other_writers(state: bytes) -> Iterator[tuple[str, bytes]]:
-    """Files that torch's own writer of today does not write."""
+    """Yield files that the current version of ``torch.save`` does not write."""
     records = records_of(state)
     assert records is not None
     yield "without byteorder", archive([r for r in records if not r.name.endswith((b"byteorder", b"_id", b"ment"))])
@@ -168,15 +169,15 @@ def _of_other_writers(state: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def mutant(data: bytes, level: str, random: Random) -> bytes:
-    """Change a file.
+    """Return a changed copy of a file.
 
     Args:
-        data: A file, of any kind.
+        data: A file of any kind.
         level: One of :data:`LEVELS`.
-        random: Where chance comes from.
+        random: The source of all randomness.
 
     Returns:
-        Another file, which can be the same by chance.
+        The changed file, which can equal `data` by chance.
     """
     return LEVELS[level](data, random)
 
@@ -248,7 +249,7 @@ def _other_records(records: list[Record], random: Random) -> list[Record]:
 
 
 def _with_pickle(data: bytes, random: Random, change: Callable[[bytes], bytes]) -> bytes:
-    """`data` with its pickle changed, and its storages as the pickle says they are."""
+    """Return `data` with its pickle changed by `change`, and usually with storages that fit the changed pickle."""
     if data[:2] == b"PK":
         records = records_of(data)
         main = next((i for i, r in enumerate(records or ()) if r.name.endswith(b"/data.pkl")), None)
@@ -275,14 +276,14 @@ def _arguments(data: bytes, random: Random) -> bytes:
 
 
 def _other_arguments(pickled: bytes, random: Random) -> bytes:
-    """The pickle with one to three values changed, said with the opcodes that the safe loader knows."""
+    """Return the pickle with one to three values changed, usually written with opcodes that the safe loader knows."""
     try:
         graph, _ = parse(lambda at, length: pickled[at : at + length], len(pickled), where="")
     except Exception:
         return pickled
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         _change_somewhere(graph, random)
-    for node in walk([graph.root]):  # said in the order in which it stands there
+    for node in walk([graph.root]):  # calls are written in the order of the graph
         if isinstance(node, (Call, PersistentId)):
             node.order = None
         for effect in node.effects if isinstance(node, Object) else ():
@@ -294,7 +295,7 @@ def _other_arguments(pickled: bytes, random: Random) -> bytes:
 
 
 def _is_made_of_itself(root: Value) -> bool:
-    """Whether something below `root` must be there before it is made."""
+    """Return whether an object below `root` contains itself in a way that no pickle can create."""
     made: set[int] = set()
     open_: set[int] = set()
     todo: list[tuple[Value, bool]] = [(node, False) for node in walk([root])]
@@ -387,7 +388,7 @@ _ATOMS: tuple[Value, ...] = (
 
 
 def _near(value: Value, nodes: list[Any], random: Random) -> Value:
-    """A value that is nearly `value`."""
+    """Return a value that is close to `value`."""
     if isinstance(value, bool) or value is None:
         return random.choice((True, False, None, 0, 1))
     if isinstance(value, int):
@@ -413,7 +414,7 @@ def _a_global(random: Random) -> Global:
 
 
 def _value(nodes: list[Any], random: Random) -> Value:
-    """Any value: an atom, a part of the file, a new container or a new call."""
+    """Return a random value: an atom, a part of the file, a global, a new call or a new container."""
     what = random.randrange(12)
     if what < 5:
         return random.choice(_ATOMS)
@@ -447,7 +448,7 @@ LEVELS: dict[str, Callable[[bytes, Random], bytes]] = {
 
 
 def write(folder: Path) -> list[Path]:
-    """Write the kinds, each to a file of its own below `folder`; those of safetensors with their suffix."""
+    """Write each kind to a separate file in `folder`, with a suffix for its format. Return the paths."""
     paths = []
     for name, data in kinds().items():
         suffix = ".safetensors" if name.startswith("safetensors") else ".pt"

@@ -1,4 +1,4 @@
-"""What can stand where a regular file should."""
+"""Filesystem objects that can exist at the path of a regular file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["NO_FILES"]
 #: By what it is: a function that makes it at a path.
 NO_FILES: dict[str, Callable[[Path], object]] = {
     "folder": Path.mkdir,
-    "FIFO": lambda path: os.mkfifo(path),  # asked for when a test needs it: not every system has one
+    "FIFO": lambda path: os.mkfifo(path),  # looked up when it is called, because not every system has it
     "link to a device": lambda path: path.symlink_to("/dev/null"),
     "link to nowhere": lambda path: path.symlink_to("nowhere"),
     "link to itself": lambda path: path.symlink_to(path.name),

@@ -1,4 +1,4 @@
-"""Where the project's files are, and folders of empty ones."""
+"""The paths of the project's files, and a function that creates empty files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GOLDEN = SUPPORT / "golden"
 
 
 def fill(folder: Path, *names: str) -> None:
-    """Make empty files in `folder`, and empty folders where a name ends in a slash."""
+    """Create empty files with `names` in `folder`. A name that ends with a slash creates an empty folder."""
     for name in names:
         path = folder / name
         (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A file of numbers, plain and deflated, and every kind of piece that can be made of it."""
+"""A file of numbers, plain and deflated, and every kind of piece that can be made from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANGES = [(0, 40), (60, 61), (64, 100), (101, 120)]
 
 
 def bytes_of(piece: Any) -> bytes:
-    """All bytes of `piece`, at once."""
+    """Return all bytes of `piece`."""
     with Pieces([piece]) as pieces:
         data = b"".join(bytes(chunk) for chunk in pieces.chunks(piece))
     assert len(data) == piece.length
@@ -33,7 +33,7 @@ def bytes_of(piece: Any) -> bytes:
 
 
 def every_data(source: Source) -> dict[str, tuple[Data, bytes]]:
-    """Everything that a storage can be made of, and the bytes that it stands for."""
+    """Return every kind of data that a storage can consist of, and the bytes that each one represents."""
     span = ByteRange(source, 7, len(RAW), zlib.crc32(RAW))
     at = 7 + len(RAW)
     inflate = Inflate(ByteRange(source, at, source.size - at), len(RAW), zlib.crc32(RAW))
@@ -52,12 +52,12 @@ KINDS = ["span", "inflate", "chain", "cast span", "cast inflate", "cast chain"]
 
 
 def numbers_in(path: Path) -> Path:
-    """Write the numbers to `path`, behind seven bytes; behind them, deflated."""
+    """Write seven zero bytes, the numbers, and the deflated numbers to `path`. Return `path`."""
     deflater = zlib.compressobj(wbits=-15)
     path.write_bytes(bytes(7) + RAW + deflater.compress(RAW) + deflater.flush())
     return path
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of `tensor`."""
+    """Return the bytes of `tensor`."""
     return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))

@@ -1,5 +1,7 @@
-"""Files with two readings: a sound checkpoint to who reads it as one, and to another reader something that runs code.
-What they run writes a marker and nothing else. And ordinary safetensors files, which have one reading.
+"""Files with two readings, and ordinary safetensors files with only one.
+
+A file with two readings is a valid checkpoint in one format, and in another format it runs code. The code only creates
+a marker.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _OBJECT = {"w": torch.arange(4.0)}
 
 
 def runs(marker: Path) -> bytes:
-    """A pickle that makes the file `marker`."""
+    """Return a pickle that creates the file `marker`."""
     return b"cbuiltins\nopen\n(V%b\nVw\ntR." % str(marker).encode()
 
 
@@ -48,7 +50,7 @@ def runs(marker: Path) -> bytes:
 
 
 def tar_of(members: dict[str, bytes], mode: str = "w") -> bytes:
-    """A tar archive of `members`, compressed where the `mode` of tarfile says so."""
+    """Return a tar archive of `members`, compressed if `mode` requests it, as in the tarfile module."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode=mode) as tar:  # type: ignore[call-overload]
         for name, data in members.items():
@@ -59,20 +61,20 @@ def tar_of(members: dict[str, bytes], mode: str = "w") -> bytes:
 
 
 def checksummed(block: bytes, spelled: bytes = b"%06o\0 ", *, signed: bool = False) -> bytes:
-    """`block`, a tar header, with its checksum `spelled` in that way."""
+    """Return the tar header `block` with its checksum, written in the format `spelled`."""
     blank = block[:148] + b" " * 8 + block[156:_BLOCK]
     total: int = sum(struct.unpack("512b" if signed else "512B", blank))
     return block[:148] + (spelled % total).ljust(8, b"\0")[:8] + block[156:]
 
 
 def _tar_behind(start: bytes, payload: bytes) -> bytes:
-    """A tar archive that begins with `start`, in which torch finds `payload` as the storages."""
+    """Return a tar archive that begins with `start`, in which torch finds `payload` as the storages."""
     tar = tar_of({"x": b"", "storages": payload})
     return checksummed(start.ljust(100, b"\0") + tar[100:])
 
 
 def tar_in_pickle(payload: bytes) -> bytes:
-    """A plain pickle of a tensor that starts with a tar archive, as bytes that it throws away."""
+    """Return a plain pickle of a tensor that begins with a tar archive, as bytes that the pickle discards."""
     length = len(_tar_behind(b"", payload))
     start = b"\x80\x02B"
     start += struct.pack("<I", length - len(start) - 4)
@@ -80,7 +82,7 @@ def tar_in_pickle(payload: bytes) -> bytes:
 
 
 def tar_in_legacy(payload: bytes) -> bytes:
-    """A file as torch wrote it before 1.6, with a tar archive in its first pickle."""
+    """Return a file of torch before 1.6 with a tar archive in its first pickle."""
     stream = io.BytesIO()
     torch.save(_OBJECT, stream, _use_new_zipfile_serialization=False)
     usual = b"\x80\x02" + MAGIC_BYTES
@@ -91,9 +93,11 @@ def tar_in_legacy(payload: bytes) -> bytes:
 
 
 def tar_in_safetensors(payload: bytes) -> bytes:
-    """A safetensors file whose first 512 bytes are a tar header, and whose one tensor goes on with the archive.
+    """Return a safetensors file whose first 512 bytes are a tar header, and whose only tensor is the rest of the
+    archive.
 
-    The numbers of that header are spaces, which are 0, but for the checksum, which is the tensor's shape.
+    The numbers of the tar header are spaces, which mean 0. Only the checksum is a number, which is also the tensor's
+    shape.
     """
     data = tar_of({"storages": payload})
     for filling in range(4000):
@@ -108,7 +112,7 @@ def tar_in_safetensors(payload: bytes) -> bytes:
 
 
 def _header_like_tar(size: int, filling: int) -> bytes:
-    """The length and header of a tensor of `size` bytes; `filling` makes another checksum."""
+    """Return the length and the header of a tensor of `size` bytes. Each `filling` leads to another checksum."""
     start = b'{"w":{"dtype":"U8","data_offsets":[0,%d],"shape":[' % size
     start = (_BLOCK - 8).to_bytes(8, "little") + start.ljust(140) + b"%-8d" % size + b"]}"
     text = ("~" * (filling // 90) + chr(33 + filling % 90)).replace('"', "#").replace("\\", "#")
@@ -118,12 +122,14 @@ def _header_like_tar(size: int, filling: int) -> bytes:
 
 # gzip
 
-_STORED_IN = b"p\x3c\x50\xc3\xaf"  # the start of a block of deflate that is not compressed, and UTF-8
+_STORED_IN = b"p\x3c\x50\xc3\xaf"  # the start of an uncompressed block of deflate, which is also valid UTF-8
 
 
 def gzip_in_safetensors(payload: bytes) -> bytes:
-    """A safetensors file that gzip unpacks: its length is gzip's signature, its one tensor's name is blocks that are
-    not compressed, of a pickle of a text that ends in the tensor's numbers, where `payload` follows.
+    """Return a safetensors file that gzip decompresses to a pickle that ends in `payload`.
+
+    The length of the header is gzip's signature. The name of the only tensor is a series of uncompressed blocks, which
+    contain a pickled text. The text ends in the tensor's bytes, and `payload` follows.
     """
     length, step = 0x088B1F, len(_STORED_IN) + int.from_bytes(_STORED_IN[1:3], "little")
     last = b"\n0" + payload
@@ -146,8 +152,10 @@ def gzip_in_safetensors(payload: bytes) -> bytes:
 
 
 def pickle_in_safetensors(opcodes: bytes) -> bytes:
-    """A safetensors file that is a pickle: a text of five bytes, the tensor's name, which throws it away and begins a
-    text that ends in the tensor's numbers, and there `opcodes`.
+    """Return a safetensors file that is also a pickle with `opcodes`.
+
+    The length of the header is the opcode of a text of five bytes. The tensor's name discards that text and begins
+    another one, which ends in the tensor's bytes, followed by `opcodes`.
     """
     length = 0x558  # BINUNICODE, 5, 0, 0, 0
     data = b"\n0" + opcodes
@@ -156,7 +164,7 @@ def pickle_in_safetensors(opcodes: bytes) -> bytes:
 
 
 def zip_of_pickle(payload: bytes) -> bytes:
-    """What torch takes for a checkpoint, with `payload` as its pickle."""
+    """Return a file that torch recognizes as a checkpoint, with `payload` as its pickle."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         archive.writestr("a/data.pkl", payload)
@@ -165,7 +173,9 @@ def zip_of_pickle(payload: bytes) -> bytes:
 
 
 def zip_in_safetensors(payload: bytes, *, absolute: bool = False) -> bytes:
-    """A safetensors file whose last bytes are an archive. `absolute`: its offsets count from the start of the file."""
+    """Return a safetensors file whose last bytes are an archive. If `absolute` is true, its offsets count from the
+    start of the file.
+    """
     archive = zip_of_pickle(payload)
     file = save({"w": torch.frombuffer(bytearray(archive), dtype=torch.uint8)})
     if not absolute:
@@ -191,7 +201,9 @@ _SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "U8": 1, 
 
 
 def ordinary_safetensors(random: Random) -> bytes:
-    """A safetensors file as programs write them: any names, minified or indented, aligned or not, any weights."""
+    """Return a safetensors file like those of many programs, with random names and weights. The header is minified or
+    indented, and aligned or not.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}} if random.random() < 0.6 else {}
     at, parts = 0, []
     for _ in range(random.choice((1, 1, 2, 3, 5, 8, 13, 40, 120))):

@@ -1,5 +1,7 @@
-"""A run of so many processes, by default four, each of which saves its state dict with torch.save, in folders of
-FOLDER; the first one also saves the whole: ``python -m tests.support.rank_runs FOLDER [RANKS]``.
+"""A run of several processes, each of which saves its state dict with torch.save in folders of FOLDER.
+
+Usage: ``python -m tests.support.rank_runs FOLDER [RANKS]``. The default is four processes. The first process also saves
+the complete state dicts.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ WITH_STRIPS: dict[str, tuple[torch.Tensor, tuple[Placement, ...]]] = {
 
 
 class Tiny(nn.Module):
-    """Uneven sizes, a tie, a buffer, and a scalar parameter's neighbour."""
+    """A model with uneven sizes, a tied weight and buffers, one of which is a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,13 +58,15 @@ class Tiny(nn.Module):
 
 
 def save(state: Any, folder: Path, name: str = "model") -> None:
-    """Save what this rank has in `folder`."""
+    """Save the `state` of this rank in `folder`."""
     folder.mkdir(exist_ok=True)
     torch.save(state, folder / f"{name}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
 
 
 def save_as_ranks(whole: dict[str, Any], folder: Path, name: str = "model", world: int = 2) -> None:
-    """Save `whole` as so many processes of FSDP2 would: its tensors by rows, and all else by each of them."""
+    """Save `whole` as `world` processes of FSDP2 would: each rank file contains rows of each tensor, and all other
+    values.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     folder.mkdir(exist_ok=True)
@@ -84,20 +88,20 @@ def save_as_ranks(whole: dict[str, Any], folder: Path, name: str = "model", worl
 
 
 def _rows(whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """The rows of `whole` that a rank of so many has."""
+    """Return the rows of `whole` that `rank` contains, of `world` ranks."""
     each = -(-len(whole) // world)
     return whole[min(rank * each, len(whole)) : (rank + 1) * each].clone()
 
 
 def save_whole(state: Any, folder: Path) -> None:
-    """Save `state` whole, by the first rank."""
+    """Save the complete `state` next to `folder`, by the first rank."""
     state = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
     if dist.get_rank() == 0:
         torch.save(state, folder.with_name(f"{folder.name}.{WHOLE}"))
 
 
 def spread(folder: Path, mesh: DeviceMesh) -> None:
-    """Tensors in all sizes, dtypes and placements."""
+    """Save tensors of many sizes, dtypes and placements."""
     line = init_device_mesh("cpu", (RANKS,))
     state: dict[str, Any] = {
         name: distribute_tensor(whole.clone(), line, [Shard(0)], src_data_rank=None) for name, whole in ROWS.items()
@@ -109,11 +113,14 @@ def spread(folder: Path, mesh: DeviceMesh) -> None:
     tied = "model.embed.weight"
     save({**state, "tied": state[tied], "plain": plain}, folder / "spread")
     wholes = {**ROWS, **{name: whole for name, (whole, _) in WITH_STRIPS.items()}, "scalar": torch.tensor(2.5)}
-    save_whole({**wholes, "tied": ROWS[tied], "plain": plain}, folder / "spread")  # gloo gathers no float8
+    save_whole({**wholes, "tied": ROWS[tied], "plain": plain}, folder / "spread")  # gloo does not gather float8
 
 
 def fsdp2(folder: Path, mesh: DeviceMesh, name: str) -> None:
-    """A model of FSDP2 over the last dimension of `mesh`, or over both (HSDP), or with tensor parallelism (2-D)."""
+    """Save a model and an optimizer of FSDP2.
+
+    The model is sharded over a 1-D `mesh`, over both dimensions (HSDP), or with tensor parallelism (2-D), by `name`.
+    """
     model = Tiny()
     if name == "tp":
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -142,8 +149,9 @@ def fsdp2(folder: Path, mesh: DeviceMesh, name: str) -> None:
 
 
 def fsdp1(folder: Path, name: str, mesh: DeviceMesh | None = None) -> None:
-    """A model of FSDP1: SHARDED_STATE_DICT, of DTensors where it is given a `mesh`, and without one LOCAL_STATE_DICT,
-    which is flat.
+    """Save a model of FSDP1 as SHARDED_STATE_DICT.
+
+    With a `mesh`, its tensors are DTensors. Without one, the model is also saved as LOCAL_STATE_DICT, which is flat.
     """
     kinds = {StateDictType.SHARDED_STATE_DICT: name}
     given: dict[str, Any] = {"device_id": torch.device("cpu")}
@@ -161,7 +169,7 @@ def fsdp1(folder: Path, name: str, mesh: DeviceMesh | None = None) -> None:
 
 
 def sharded(folder: Path) -> None:
-    """ShardedTensors of rows and of columns; the last rank has nothing of the first."""
+    """Save ShardedTensors of rows and of columns. The last rank has no part of either."""
     state = {}
     whole = torch.rand(6, 5, generator=torch.Generator().manual_seed(9))
     for dim, name in enumerate(("rows", "columns")):
@@ -177,8 +185,8 @@ def sharded(folder: Path) -> None:
 
 
 def run(world: int, rank: int, folder: Path) -> None:
-    """What the process `rank` of a `world` does."""
-    warnings.simplefilter("ignore")  # torch's own, about itself
+    """Save all checkpoints as the process `rank` of `world` processes."""
+    warnings.simplefilter("ignore")  # torch warns about its own code
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
     line = init_device_mesh("cpu", (world,))
@@ -199,13 +207,13 @@ def run(world: int, rank: int, folder: Path) -> None:
 
 
 def run_ranks(folder: Path, ranks: int = RANKS) -> Path:
-    """`folder`, with what a run of so many processes leaves in it."""
+    """Run `ranks` processes that save their files in `folder`, and return `folder`."""
     subprocess.run([sys.executable, "-m", __name__, folder, str(ranks)], check=True, timeout=300)
     return folder
 
 
 def bits(value: Any) -> Any:
-    """`value`, its tensors as dtype, shape and bytes: their storages may be laid out in other ways."""
+    """Return `value` with tensors as dtype, shape and bytes, because the layouts of their storages can differ."""
     if isinstance(value, torch.Tensor):
         dense = value.detach().contiguous().clone()
         return value.dtype, value.shape, bytes(dense.untyped_storage())
@@ -215,7 +223,9 @@ def bits(value: Any) -> Any:
 
 
 def assert_merged(folder: Path, out: Path) -> None:
-    """What becomes of the files in `folder`, a model's, is the whole state dict, which the plain model takes."""
+    """Assert that the rank files of a model in `folder` become the complete state dict, and that the plain model loads
+    it.
+    """
     ckptconv.convert(folder, out)
     loaded = torch.load(out, weights_only=True)
     for name in (WHOLE, f"full.{WHOLE}"):
@@ -230,7 +240,7 @@ def assert_merged(folder: Path, out: Path) -> None:
 
 
 def assert_merged_optimizer(folder: Path, ranks: int, out: Path) -> None:
-    """What becomes of the optimizer's files in `folder` is the whole optimizer's state dict."""
+    """Assert that the rank files of the optimizer in `folder` become the complete state dict of the optimizer."""
     ckptconv.convert(folder / f"optim_world_size_{ranks}_rank_*.pt", out)
     whole = torch.load(folder.with_name(f"{folder.name}.optim.{WHOLE}"), weights_only=True)
     assert bits(torch.load(out, weights_only=True)) == bits(whole)

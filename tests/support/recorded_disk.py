@@ -1,11 +1,13 @@
-"""A disk that writes down all that it is told, in order: ``python recorded_disk.py FILE IMAGE LOG`` serves the file
-IMAGE as FILE, and ends when FILE is unmounted, or its parent process is dead.
+"""A disk that records all requests in order.
 
-A loop device on FILE hands every write and every flush of its filesystem to this process through the kernel's FUSE
-(linux/fuse.h), which takes them one after another, does them, and writes them down before it answers. So the log is the
-history of a disk: at a loss of power it holds all that was written before the last flush, and any part of what came
-after (:meth:`History.cut`). Whatever the kernel still has in memory at that moment, or keeps in its caches for good, is
-in no log before it is written.
+Usage: ``python recorded_disk.py FILE IMAGE LOG`` serves the file IMAGE as FILE. The program ends when FILE is unmounted
+or when its parent process is dead.
+
+A loop device on FILE sends every write and every flush of its filesystem to this process through the kernel's FUSE
+(linux/fuse.h). The process executes one request after another, and records each one before it answers. Therefore the
+log is the history of a disk. After a loss of power, the disk contains everything that was written before the last
+flush, and any part of the later writes (:meth:`History.cut`). Data that is still in the kernel's memory or caches is
+not in the log.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from typing import BinaryIO
 
 _IN = struct.Struct("<IIQQIIIHH")  # fuse_in_header: len, opcode, unique, nodeid, uid, gid, pid, ...
 _OUT = struct.Struct("<IiQ")  # fuse_out_header: len, error, unique
-_AT = struct.Struct("<QQI")  # the head of fuse_read_in and fuse_write_in: fh, offset, size
+_AT = struct.Struct("<QQI")  # the start of fuse_read_in and fuse_write_in: fh, offset, size
 _WRITE_HEAD = 40  # bytes of fuse_write_in
 _ATTRIBUTES = struct.Struct("<QII6Q10I")
 _FORGET, _GETATTR, _OPEN, _READ, _WRITE, _STATFS, _RELEASE, _FSYNC, _FLUSH, _INIT = 2, 3, 14, 15, 16, 17, 18, 20, 25, 26
 _INTERRUPT, _BATCH_FORGET = 36, 42
-_MOST = 128 << 10  # bytes of one request
+_MOST = 128 << 10  # largest number of bytes in a request
 _BUFFER = 1 << 20
 _FOPEN_DIRECT_IO = 1
 _BIG_WRITES = 1 << 5
@@ -37,11 +39,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 #: What the log is made of: offset, length, then so many bytes; a flush has a length of 0.
 _RECORD = struct.Struct("<QQ")
-_SECTOR = 512  # what a disk writes at once, or not at all
+_SECTOR = 512  # the unit that a disk writes completely or not at all
 
 
 def serve(file: str, image: BinaryIO, log: BinaryIO) -> None:
-    """Answer what the kernel asks, until `file` is unmounted. `log` is not buffered."""
+    """Answer the requests of the kernel until `file` is unmounted. `log` must not be buffered."""
     device = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={device},rootmode={stat.S_IFREG:o},user_id=0,group_id=0".encode()
     if ctypes.CDLL(None, use_errno=True).mount(b"disk", os.fsencode(file), b"fuse", 0, options):
@@ -63,7 +65,7 @@ def serve(file: str, image: BinaryIO, log: BinaryIO) -> None:
 
 
 def _answer(opcode: int, body: bytes, size: int, image: BinaryIO, log: BinaryIO) -> bytes | None:
-    """What the kernel gets; None: there is no such call here."""
+    """Return the answer for the kernel, or None if the request is not supported."""
     if opcode == _INIT:
         return struct.pack("<IIIIHHIIHHII", 7, 31, _MOST, _BIG_WRITES, 1, 1, _MOST, 1, 0, 0, 0, 0) + bytes(24)
     if opcode == _GETATTR:
@@ -88,7 +90,7 @@ def _answer(opcode: int, body: bytes, size: int, image: BinaryIO, log: BinaryIO)
 
 
 def records(log: bytes) -> Iterator[tuple[int, int, bytes | None]]:
-    """What the disk was told: where the record ends in `log`; offset and bytes, or None for a flush."""
+    """Yield the requests in `log`: the end of the record in `log`, the offset, and the bytes (None for a flush)."""
     at = 0
     while at < len(log):
         offset, length = _RECORD.unpack_from(log, at)
@@ -97,7 +99,7 @@ def records(log: bytes) -> Iterator[tuple[int, int, bytes | None]]:
 
 
 class History:
-    """The disk over time: `image` is how it was in the beginning, and what is durable so far."""
+    """The disk over time. `image` contains the first state of the disk and everything that is durable so far."""
 
     def __init__(self, image: Path, log: bytes) -> None:
         self.image = image
@@ -107,11 +109,11 @@ class History:
 
     @property
     def ends(self) -> list[int]:
-        """Where in the log something ends: all moments at which power can be lost."""
+        """The ends of the records in the log, which are all moments at which power can be lost."""
         return [end for end, _, _ in self._records]
 
     def go_to(self, end: int) -> None:
-        """Let all happen up to `end`; only forward."""
+        """Apply all records up to `end`. Going back is not possible."""
         with self.image.open("r+b") as file:
             while self._next < len(self._records) and self._records[self._next][0] <= end:
                 _, offset, data = self._records[self._next]
@@ -124,10 +126,10 @@ class History:
                 self._pending.clear()
 
     def cut(self, disk: Path, choice: random.Random) -> str:
-        """Take the power away: `disk`, a copy of the image, gets some of what was not flushed.
+        """Simulate a loss of power: write a part of the unflushed data to `disk`, which is a copy of the image.
 
-        How it was chosen: all of it, nothing, any of the writes, or any of their sectors. What begins at 0 is written
-        whole: there is the superblock, and ext4 refuses one of which a sector is old.
+        Return how the part was chosen: all data, nothing, some of the writes, or some of their sectors. A write at
+        offset 0 is never divided, because it contains the superblock, and ext4 refuses a superblock with an old sector.
         """
         how = choice.choice(["all", "nothing", "writes", "sectors"])
         with disk.open("r+b") as file:

@@ -1,11 +1,13 @@
-"""Record what every command prints and writes, to show that a change of the code changes none of it.
+"""A recorder of the output of every command, which shows whether a change of the code changes any output.
 
-    recording.py inputs FOLDER              fixtures, corpus and made files, once
-    recording.py make FOLDER OUT.json       run every command on them, with the ckptconv that Python finds
-    recording.py compare OLD.json NEW.json  exit 1 and the differences if there are any
+Usage:
+    recording.py inputs FOLDER              write the inputs once: fixtures, corpus and generated files
+    recording.py make FOLDER OUT.json       run every command on the inputs, with the ckptconv that Python finds
+    recording.py compare OLD.json NEW.json  print the differences, and exit with status 1 if there are any
 
-A recording holds for each command its exit status, stdout, stderr, and the SHA-256 and mode of each file that it wrote.
-Times are left out. The inputs are kept apart, because ``torch.save`` does not write the same bytes in every version.
+A recording contains for each command its exit status, stdout, stderr, and the SHA-256 and mode of each file that it
+wrote. Times are omitted. The inputs must be kept, because ``torch.save`` does not write the same bytes in every
+version.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ OTHERS = (
 
 
 def main(words: list[str]) -> int:
-    """Run one of the three commands above; its exit status."""
+    """Run one of the three commands of the module's docstring, and return the exit status."""
     if len(words) == 2 and words[0] == "inputs":
         make_inputs(Path(words[1]))
     elif len(words) == 3 and words[0] == "make":
@@ -124,7 +126,7 @@ def main(words: list[str]) -> int:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
-    """Print where two recordings differ; 1 if they do."""
+    """Print the differences between two recordings. Return 1 if there are any, and 0 otherwise."""
     differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     for key in differing:
         before, after = (_lines(each.get(key)) for each in (old, new))
@@ -138,8 +140,8 @@ def _lines(outcome: Any) -> list[str]:
 
 
 def make_inputs(folder: Path) -> None:
-    """Fill `folder` with the fixtures, the corpus of CKPTCONV_CORPUS, generated checkpoints and seeds
-    of the fuzzers.
+    """Fill `folder` with the fixtures, the corpus in CKPTCONV_CORPUS, generated checkpoints, seeds of the fuzzers, and
+    damaged files.
     """
     import torch
 
@@ -165,10 +167,10 @@ def make_inputs(folder: Path) -> None:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Every command on the files in `folder`, in two processes; what each printed and wrote, by its command line."""
+    """Run every command on the files in `folder`, with two processes. Return the results by command line."""
     import ckptconv
 
-    # All modules once, before a process for each command is made. Without torch some cannot be imported.
+    # All modules are imported before the process of the first command starts. Without torch, some imports fail.
     for module in pkgutil.walk_packages(ckptconv.__path__, "ckptconv.", onerror=lambda _: None):
         if not module.name.endswith("__main__"):
             with contextlib.suppress(ImportError):
@@ -178,7 +180,7 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def command_lines(folder: Path) -> Iterator[str]:
-    """All commands; paths are relative to a working folder in which ``in`` is `folder`."""
+    """Yield all command lines. Their paths are relative to a working folder in which ``in`` is `folder`."""
     yield from OTHERS
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -193,7 +195,7 @@ def command_lines(folder: Path) -> Iterator[str]:
 
 
 def record_one(job: tuple[Path, str]) -> tuple[str, dict[str, Any]]:
-    """Run one command line in a fresh folder and a process of its own."""
+    """Run one command line in a new folder and a separate process. Return the command line and its result."""
     folder, words = job
     with tempfile.TemporaryDirectory() as made:
         work = Path(made)
@@ -212,7 +214,7 @@ def record_one(job: tuple[Path, str]) -> tuple[str, dict[str, Any]]:
 
 
 def run(words: list[str], work: Path, streams: list[Path]) -> None:
-    """Be ``python -m ckptconv WORDS`` in the folder `work`; does not return."""
+    """Run ``python -m ckptconv WORDS`` in the folder `work`, and end this process."""
     status = 70
     try:
         os.chdir(work)
@@ -233,14 +235,14 @@ def run(words: list[str], work: Path, streams: list[Path]) -> None:
 
 
 def described(path: Path) -> str:
-    """The kind, mode and checksum of `path`."""
+    """Return the kind, mode and checksum of `path`."""
     mode = path.lstat().st_mode
     content = hashlib.sha256(path.read_bytes()).hexdigest() if stat.S_ISREG(mode) else ""
     return f"{stat.filemode(mode)} {content}".strip()
 
 
 def untimed(text: str) -> str:
-    """`text` without the times that a conversion took, and the rates that follow from them."""
+    """Return `text` without times, rates and addresses."""
     text = re.sub(r'"seconds": [0-9.e-]+', '"seconds": T', text)
     text = re.sub(r"\b[0-9.]+ (s|ms|[kMG]B/s)\b", r"T \1", text)
     return re.sub(r"0x[0-9a-f]{6,}", "0xADDRESS", text)

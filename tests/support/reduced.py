@@ -1,4 +1,4 @@
-"""Objects that are pickled as any call."""
+"""Objects that are pickled as an arbitrary call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ __all__ = ["Reduced"]
 
 
 class Reduced:
-    """Pickled as what ``__reduce__`` may give: a function, its arguments, and what can follow them."""
+    """An object that is pickled as a given result of ``__reduce__``: a function, its arguments, and optional further
+    items.
+    """
 
     def __init__(self, *reduced: Any) -> None:
         self.reduced = reduced

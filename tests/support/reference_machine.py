@@ -1,5 +1,6 @@
-"""pickle's own machine in Python, on stand-ins that note what is done to them and do nothing: what a pickle does, told
-by somebody else than our parser.
+"""A trace of the effects of a pickle, made by Python's own unpickler and independent of the project's parser.
+
+The unpickler works on stand-ins, which record each operation and do nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ __all__ = ["trace"]
 
 
 class Stand:
-    """Stands for whatever a pickle makes or finds: a list, dict or set, a global, the result of a call."""
+    """A stand-in for any object that a pickle creates or finds: a list, dict or set, a global, or the result of
+    a call.
+    """
 
     def __init__(self, kind: str, log: list[Any]) -> None:
         self.kind = kind
@@ -45,14 +48,14 @@ class Stand:
 
 
 class ReferenceMachine(pickle._Unpickler):
-    """Runs a pickle without doing what it says."""
+    """An unpickler that runs a pickle on stand-ins, without its effects."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     proto: int
     stack: list[Any]
     append: Callable[[Any], None]
 
-    if TYPE_CHECKING:  # which typeshed does not have
+    if TYPE_CHECKING:  # typeshed does not declare this method
 
         def pop_mark(self) -> list[Any]: ...
 
@@ -88,7 +91,7 @@ def operation(name: str) -> Callable[[Callable[[ReferenceMachine], None]], None]
 
 
 def container(name: str, kind: str, verb: str) -> None:
-    """`name` pushes a container of `kind`: an empty one, or of what came after the MARK."""
+    """Define the opcode `name`, which pushes an empty container of `kind`, or one with the items after the MARK."""
 
     @operation(name)
     def push(m: ReferenceMachine) -> None:
@@ -115,7 +118,7 @@ def call(name: str, operands: int) -> None:
     @operation(name)
     def push(m: ReferenceMachine) -> None:
         callable_, args, *kwargs = [m.stack.pop() for _ in range(operands)][::-1]
-        parts = args if isinstance(args, tuple) else ("*", args)  # what another call made
+        parts = args if isinstance(args, tuple) else ("*", args)  # otherwise another call has made the arguments
         m.append(m.make("made").note(name, callable_, *parts, *kwargs))
 
 
@@ -125,9 +128,10 @@ call("NEWOBJ_EX", 3)
 
 
 def trace(data: bytes) -> list[Any]:
-    """What the pickle does, in order, to what: everything that has an identity by the order of its first appearance.
+    """Return the effects of the pickle `data` in order, with their operands.
 
-    What is done to a plain container that nothing can see afterwards is left out.
+    Objects with an identity are numbered in the order of their first appearance. Effects on a plain container that is
+    not visible in the result are omitted.
     """
     machine = ReferenceMachine(data)
     root = machine.load()
@@ -138,7 +142,7 @@ def trace(data: bytes) -> list[Any]:
 
 
 def visible(log: list[Any], root: Any) -> set[int]:
-    """The ids of what the root or a call, persistent id or object leads to."""
+    """Return the ids of all objects that can be reached from the root, or from a call, persistent id or object."""
     inside: dict[int, list[Any]] = collections.defaultdict(list)
     todo = [root]
     for _, target, operands in log:

@@ -1,4 +1,4 @@
-"""Results that tests draw without a conversion."""
+"""Results that tests print without a conversion."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ __all__ = ["make_report"]
 
 
 def make_report(**given: Any) -> Report:
-    """Return the report of a dry run that changes nothing, except for what is `given`."""
+    """Return the report of a dry run without changes, with the fields `given`."""
     usual = {"src": "a.pt", "dst": "b.pt", "formats": ("torch zip", "torch zip"), "size": 1000, "changes": Changes()}
     return Report(**{**usual, **given})

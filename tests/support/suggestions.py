@@ -1,4 +1,4 @@
-"""Every option and command that messages of the package suggest, as its source says them."""
+"""All options and commands that the messages of the package suggest, found in its source."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _COMPOSED = (ast.BinOp, ast.JoinedStr, ast.FormattedValue)
 
 
 class Suggestion(NamedTuple):
-    """An option or a command: its name, the command around an option, the module and line, and the message there."""
+    """A suggested option or command: its name, the command around an option, the module and line, and the message."""
 
     name: str
     command: str | None
@@ -49,12 +49,14 @@ class Suggestion(NamedTuple):
 
 
 def suggestions() -> list[Suggestion]:
-    """All whose name the source says."""
+    """Return all suggestions whose name is a constant in the source."""
     return [each for module, tree in _modules() for each in _suggestions_in(module, tree)]
 
 
 def flags_in_texts() -> list[str]:
-    """Where a flag of ours stands in a text that is neither a docstring nor part of a declaration for click."""
+    """Return the flags of the program in texts that are neither docstrings nor part of a declaration for click, each
+    with its module.
+    """
     found = []
     for module, tree in _modules():
         declared = {
@@ -71,7 +73,7 @@ def flags_in_texts() -> list[str]:
 
 
 def _modules() -> Iterator[tuple[str, ast.Module]]:
-    """The name and the tree of each module, but of the one in which flags are made."""
+    """Yield the name and the tree of each module, except for the module that creates flags."""
     for path in sorted(_PACKAGE.rglob("*.py")):
         if path != _PACKAGE / "hints.py":
             yield str(path.relative_to(_PACKAGE)), ast.parse(path.read_text())
@@ -90,7 +92,7 @@ def _suggestions_in(module: str, tree: ast.Module) -> Iterator[Suggestion]:
 
 
 def _made_by(call: ast.AST) -> str | None:
-    """The name of the option or command that `call` makes."""
+    """Return the name of the option or command that `call` creates, or None."""
     if isinstance(call, ast.Call) and ast.unparse(call.func) in _MAKERS and isinstance(call.args[0], ast.Constant):
         return str(call.args[0].value)
     return None

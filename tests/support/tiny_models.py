@@ -1,4 +1,4 @@
-"""Tiny language models of transformers, with random weights."""
+"""Tiny language models of the transformers library, with random weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ EAGER = {"attn_implementation": "eager"}
 
 @contextmanager
 def transformers_offline() -> Iterator[ModuleType]:
-    """The library, which takes seconds to import, without a network and without progress bars."""
+    """Yield the transformers library without network access and progress bars. The import takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")  # read once, at the import
+        patch.setenv("HF_HUB_OFFLINE", "1")  # the import reads this variable
         library: Any = pytest.importorskip("transformers")
         library.utils.logging.disable_progress_bar()
         yield library
@@ -26,7 +26,7 @@ def transformers_offline() -> Iterator[ModuleType]:
 
 
 def tiny_model(transformers: ModuleType, kind: str) -> Any:
-    """The model `kind`: "gpt2" with tied embeddings, or "llama" without."""
+    """Return the model `kind`: "gpt2" with tied embeddings, or "llama" without."""
     torch.manual_seed(0)
     if kind == "gpt2":
         config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=16)

@@ -1,8 +1,8 @@
-"""What the safe loader of the installed torch is made of, as lines of text, and the table of these for all versions.
+"""Facts about the safe loader of the installed torch, as lines of text, and a table of the facts of all versions.
 
-``python -m tests.support.torch_facts`` adds the installed torch to ``torch_facts.txt``. The difference in that file is
-what a new version changes: names on the list, attributes, devices, layouts, and functions whose code is another one
-(a hash without annotations and docstrings). A line without versions is a fact of every version.
+``python -m tests.support.torch_facts`` adds the installed torch to ``torch_facts.txt``. The difference in that file
+shows the changes of a new version: names on the list, attributes, devices, layouts, and functions with changed code (a
+hash without annotations and docstrings). A line without versions is a fact of every version.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ for each in {*torch.serialization.get_safe_globals()} - before:
 
 
 def version() -> tuple[int, int]:
-    """The installed torch, without its patch release."""
+    """Return the version of the installed torch, without its patch release."""
     import torch
 
     major, minor = torch.__version__.split(".")[:2]
@@ -58,7 +58,9 @@ def version() -> tuple[int, int]:
 
 
 def facts(*, imports: bool = True) -> set[str]:
-    """The facts of the installed torch. `imports`: also what imports add, and the hashes of functions."""
+    """Return the facts of the installed torch. `imports` adds the names that imports add, and the hashes of
+    functions.
+    """
     import torch
     from torch import _weights_only_unpickler as safe
 
@@ -92,7 +94,7 @@ def facts(*, imports: bool = True) -> set[str]:
 
 
 def _of_code(module: str, names: str) -> Iterator[str]:
-    """The signature and the hash of each function of `module`."""
+    """Yield the signature and the hash of each function in `names` of `module`."""
     for name in names.split():
         function: Any = importlib.import_module(module)
         for part in name.split("."):
@@ -105,7 +107,7 @@ def _of_code(module: str, names: str) -> Iterator[str]:
 
 
 class _Bare(ast.NodeTransformer):
-    """Takes annotations, docstrings and the stacklevel of warnings out."""
+    """A transformer that removes annotations, docstrings and the stacklevel of warnings."""
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         return ast.arg(node.arg)
@@ -128,7 +130,7 @@ class _Bare(ast.NodeTransformer):
 
 
 def table() -> dict[tuple[int, int], set[str]]:
-    """The facts of every version in the file."""
+    """Return the facts of every version in the file."""
     first, *lines = TABLE.read_text().splitlines() if TABLE.exists() else [""]
     found: dict[tuple[int, int], set[str]] = {_version(word): set() for word in first.split()[1:]}
     for line in lines:
@@ -150,7 +152,9 @@ def _is_in(version: tuple[int, int], words: str) -> bool:
 
 
 def text(found: dict[tuple[int, int], set[str]]) -> str:
-    """The file for these facts: the versions, then each fact with those that have it, unless all have."""
+    """Return the text of the file for the facts `found`: the versions, and then each fact with its versions, unless all
+    versions share it.
+    """
     every = sorted(found)
     versions_of = defaultdict[str, list[int]](list)
     for i, each in enumerate(every):

@@ -1,9 +1,8 @@
-"""torch in a process of its own, with a bound on memory: what it makes of files that may be the end of it.
+"""torch in a separate process with a memory limit, for files that can kill the process that loads them.
 
-Always ``weights_only=True`` and ``mmap=False``.
-
-A line of JSON in, the paths of two files (the second can be null) and what ckptconv says of the first one's tensors; a
-line out: ``first`` and ``second``, why torch refuses each, or null; ``difference``, what is not the same, or null.
+Files are always loaded with ``weights_only=True`` and ``mmap=False``. An input line is JSON: the paths of two files
+(the second can be null) and the tensors that ckptconv finds in the first file. An output line contains ``first`` and
+``second``, the errors with which torch refuses the files, and ``difference``, the first difference. Each can be null.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from tests.support.paths import ROOT
 
 __all__ = ["TorchProcess"]
 
-_SECONDS = 60  # for one pair of files
-_ADDRESS_SPACE = 8 << 30  # bytes: importing torch takes some of them
+_SECONDS = 60  # limit for one pair of files
+_ADDRESS_SPACE = 8 << 30  # in bytes; importing torch takes a part of it
 
 
 class TorchProcess:
-    """Asks such a process, and starts another one where it has ended.
+    """A context manager that runs the process, and starts a new one if it has ended.
 
-    A context manager. ``ended``: how often an input was the end of one.
+    ``ended`` counts the inputs that ended a process.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,9 @@ class TorchProcess:
         self._end()
 
     def compare(self, first: Path, second: Path | None, tensors: dict[str, list[Any]] | None) -> dict[str, str | None]:
-        """What torch says of `first` and `second`, where `tensors` by path are dtype, shape, stride and offset."""
+        """Return torch's answer for `first` and `second`. `tensors` maps paths to the dtype, shape, stride and offset
+        that are expected in `first`.
+        """
         if self._process is None:
             command = [sys.executable, "-W", "ignore", "-m", "tests.support.torch_process"]
             self._process = subprocess.Popen(
@@ -70,7 +71,7 @@ class TorchProcess:
 
 
 def _compared(first: str, second: str | None, tensors: dict[str, list[Any]] | None) -> dict[str, str | None]:
-    """What :meth:`TorchProcess.compare` gives."""
+    """Return the answer of :meth:`TorchProcess.compare`."""
     from tests.support.judge import assert_same
 
     a, why = _loaded(first)
@@ -90,7 +91,7 @@ def _compared(first: str, second: str | None, tensors: dict[str, list[Any]] | No
 
 
 def _loaded(path: str) -> tuple[Any, str | None]:
-    """The object in `path`; or why there is none."""
+    """Return the object in `path` and None, or None and the error."""
     import torch
 
     from tests.support.judge import forget_sparse
@@ -103,8 +104,9 @@ def _loaded(path: str) -> tuple[Any, str | None]:
 
 
 def _facts(obj: Any, path: str) -> list[Any] | None:
-    """Dtype, shape, stride and offset of the tensor at `path`, where that leads through keys and
-    indices alone and ends at a plain one.
+    """Return the dtype, shape, stride and offset of the plain tensor at `path`.
+
+    Return None if the path does not consist of only keys and indices, or if the object is not a plain tensor.
     """
     import torch
 

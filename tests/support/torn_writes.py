@@ -1,6 +1,6 @@
-"""Every state in which a file can be after a loss of power in the middle of a function that writes to it.
+"""The states in which a file can be after a loss of power during a function that writes to it.
 
-The calls by which the function writes are recorded; between two syncs a disk may write any of their sectors, in any
+The calls with which the function writes are recorded. Between two syncs, a disk may write any of their sectors in any
 order, or none.
 """
 
@@ -27,7 +27,7 @@ Operation = tuple[Any, ...]
 
 
 def operations_of(function: Callable[[int], object], path: Path) -> list[Operation]:
-    """What `function` does to the file at `path`, which it is given open."""
+    """Call `function` with a descriptor of the open file at `path`, and return the operations on the file."""
     done: list[Operation] = []
     real = SimpleNamespace(pwrite=os.pwrite, ftruncate=os.ftruncate, fsync=os.fsync)
 
@@ -56,7 +56,7 @@ def operations_of(function: Callable[[int], object], path: Path) -> list[Operati
 
 
 def torn_states(before: bytes, operations: list[Operation], choice: random.Random, tries: int) -> Iterator[bytes]:
-    """What the file may be, for each moment at which power is lost, chosen `tries` times."""
+    """Yield possible contents of the file for each moment at which power can be lost: `tries` random ones for each."""
     durable = before
     pending: list[Operation] = []
     for operation in [*operations, ("sync",)]:
@@ -71,7 +71,7 @@ def torn_states(before: bytes, operations: list[Operation], choice: random.Rando
 
 
 def _some_of(operation: Operation, choice: random.Random) -> list[Operation]:
-    """Some of the sectors of a write; or whether a change of size is done."""
+    """Return random sectors of a write. A change of the size is done completely or not at all."""
     if operation[0] == "size":
         return [operation] if choice.random() < 0.5 else []
     _, offset, data = operation
@@ -86,7 +86,7 @@ def _some_of(operation: Operation, choice: random.Random) -> list[Operation]:
 
 
 def _done(content: bytes, operations: list[Operation]) -> bytes:
-    """`content` after `operations`; a hole is zeros, as a filesystem has it."""
+    """Return `content` after `operations`. A hole contains zeros, as in a filesystem."""
     room = bytearray(content)
     for operation in operations:
         if operation[0] == "size":
@@ -109,7 +109,9 @@ _READERS: dict[str, Callable[[bytes], object]] = {
 
 
 def loads(file: Path) -> bool:
-    """Whether torch, safetensors, pickle, json or we take `file` for whole."""
+    """Return whether `file` loads with ckptconv, or with the library for its format: torch, safetensors, pickle or
+    json.
+    """
 
     def other() -> object:
         read = _READERS.get(file.suffix or file.name)

@@ -1,6 +1,6 @@
-"""A run of two processes that save tensors spread over them, retag the files and load them again.
+"""A run of two processes that save distributed tensors, retag the files and load them again.
 
-``python -m tests.support.two_ranks RANK FOLDER``, once for each rank.
+Usage: ``python -m tests.support.two_ranks RANK FOLDER``, once for each rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHOLE = torch.arange(15.0).reshape(5, 3)
 
 
 def dtensors(mesh: DeviceMesh) -> dict[str, Any]:
-    """A checkpoint as FSDP2 leaves it on each rank."""
+    """Return a checkpoint like those of FSDP2 on each rank."""
     sharded = distribute_tensor(WHOLE.clone(), mesh, [Shard(0)])
     return {
         "model": {
@@ -40,7 +40,7 @@ def dtensors(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def parts(loaded: Any) -> Any:
-    """What each of the tensors in `loaded` consists of, for the judge."""
+    """Return `loaded` with each distributed tensor replaced by its parts, which can be compared."""
     if isinstance(loaded, dict):
         return {key: parts(value) for key, value in loaded.items()}
     if isinstance(loaded, sharded_tensor.ShardedTensor):
@@ -51,7 +51,9 @@ def parts(loaded: Any) -> Any:
 
 
 def there_and_back(path: Path) -> tuple[Any, Any]:
-    """What torch loads of the file at `path`, and after it was sent to a GPU and back."""
+    """Load the file at `path` with torch, and again after it was retagged to a GPU and back. Assert that both objects
+    are equal, and return them.
+    """
     away, back = path.with_suffix(".gpu.pt"), path.with_suffix(".back.pt")
     ckptconv.convert(path, away, map_location="cuda:1")
     ckptconv.convert(away, back, map_location="cpu")
@@ -66,7 +68,7 @@ def main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     checkpoint = dtensors(mesh)
-    mesh._device_type = "cuda"  # as a run on GPUs says it
+    mesh._device_type = "cuda"  # as in a run on GPUs
     torch.save(checkpoint, folder / f"dtensor{rank}.pt")
     module = nn.Linear(3, 5, bias=False)
     module.weight = checkpoint["model"]["net.head"]
@@ -84,10 +86,10 @@ def main(rank: int, folder: Path) -> None:
     whole = torch.full((5, 3), -1.0) if rank == 0 else None
     loaded["weight"].gather(0, whole)
     assert whole is None or (whole >= 0).all()
-    dist.barrier()  # neither process goes while the other still talks to it
+    dist.barrier()  # no process ends while the other one still communicates with it
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), Path(sys.argv[2]))
-    os._exit(0)  # gloo's threads, if some still run, would abort an interpreter that shuts down
+    os._exit(0)  # gloo's threads would abort an interpreter that shuts down if some still run

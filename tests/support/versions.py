@@ -1,8 +1,9 @@
-"""Run tests with one version of torch or Python, and keep what came of it in ``versions.tsv``, for ``.ci/versions``.
+"""A program that runs tests with one version of torch or Python and stores the results in ``versions.tsv``, for
+``.ci/versions``.
 
-A row is the version, the commit, what was run, how many tests passed, failed and were skipped, how many of those of the
-zoo (objects saved, converted and loaded by this torch) passed, and for how many mutants of
-``tests/hostile/test_loads.py`` more or less was claimed than this torch does.
+A row contains the version, the commit, the tests that ran, and the numbers of passed, failed and skipped tests. It also
+contains the number of passed tests of the zoo (objects saved, converted and loaded by this torch), and the numbers of
+mutants of ``tests/hostile/test_loads.py`` for which ckptconv claims more or less than this torch does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ HEAD = (
 
 
 def rows() -> dict[str, list[str]]:
-    """The rows of the table, by version."""
+    """Return the rows of the table, by version."""
     lines = TABLE.read_text().splitlines()[1:] if TABLE.exists() else []
     return {line.split("\t")[0]: line.split("\t") for line in lines}
 
@@ -44,7 +45,7 @@ def commit() -> str:
 
 
 def pytest(python: str, *arguments: str) -> str:
-    """What pytest prints, also if tests fail."""
+    """Run pytest with the interpreter `python`, and return its output, also if tests fail."""
     path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # some tests run the command ``python``
     environ = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
@@ -54,7 +55,7 @@ def pytest(python: str, *arguments: str) -> str:
 
 
 def run(version: str, python: str, paths: list[str]) -> list[str]:
-    """The row of `version`, whose interpreter is `python`, for the tests at `paths`."""
+    """Run the tests at `paths` with the interpreter `python`, and return the row of `version`."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         out = pytest(python, "-n", str(os.cpu_count() or 1), f"--junitxml={report.name}", *paths)
         zoo = [
@@ -77,13 +78,13 @@ def run(version: str, python: str, paths: list[str]) -> list[str]:
 
 
 def _number(text: str, what: str) -> str:
-    """The number before `what` in `text`, or 0."""
+    """Return the number before `what` in `text`, or 0."""
     found = re.search(rf"([\d,]+) +{what}", text)
     return found[1].replace(",", "") if found else "0"
 
 
 def page(found: dict[str, list[str]]) -> str:
-    """The rows as ``docs/policy.md`` has them."""
+    """Return the rows `found` in the form of the table in ``docs/policy.md``."""
     lines = [
         "| version | commit | tests | passed | failed | skipped | zoo equal | over-claimed | under-claimed |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -96,7 +97,7 @@ def page(found: dict[str, list[str]]) -> str:
 
 
 def keep(row: list[str]) -> None:
-    """Put `row` into the table, in place of an older one of its version, and the table into the page."""
+    """Add `row` to the table, or replace the row of the same version, and update the page."""
     before = page(rows())
     every = {**rows(), row[0]: row}
     lines = [
@@ -108,7 +109,7 @@ def keep(row: list[str]) -> None:
 
 
 def needs() -> list[str]:
-    """What the tests need but torch, and what torch needs to be imported."""
+    """Return the packages that the tests need, except torch, and those that torch needs for its import."""
     import tomllib  # type: ignore[import-not-found]  # of Python 3.11, which runs .ci/versions
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -1,4 +1,4 @@
-"""Waiting for what another process or thread does."""
+"""A function that waits for another process or thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["wait_for"]
 
 
 def wait_for(is_so: Callable[[], bool], seconds: float = 60) -> None:
-    """Return as soon as `is_so`; fail if it is not so in time."""
+    """Return as soon as `is_so` returns true. Fail if it does not within `seconds`."""
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end

@@ -1,4 +1,4 @@
-"""Count how often a command walks the whole graph of a checkpoint."""
+"""A counter of the walks of a command over the complete graph of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Walks"]
 
 
 class Walks:
-    """Counts, from when it is made, the nodes that ``walk`` gives and the places that ``find_places`` gives."""
+    """A counter of the nodes that ``walk`` yields and the places that ``find_places`` yields, from its creation on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         #: For each walk what walks, and over how much.
@@ -38,5 +38,7 @@ class Walks:
         return counted
 
     def of(self, name: str, whole: int) -> float:
-        """How often the function `name` went over as many things as the `whole` graph has, parts added up."""
+        """Return how many items the function `name` yielded in total, as a multiple of `whole`, the size of the
+        graph.
+        """
         return sum(length for each, length in self.lengths if each == name) / whole

@@ -1,4 +1,6 @@
-"""What the page says of files, and what its copies are made of, as JSON: the same in its Python and in this one."""
+"""The answers of the page for files, and the hashes of its copies, as JSON. They are the same in the page's Python and
+in this one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ FORMATS = ("pt", "safetensors")
 
 
 def main(words: list[str]) -> dict[str, Any]:
-    """The answers for each file and folder in the folder that is the one word: an inspection, and two copies."""
+    """Return the answers for each file and folder in the folder ``words[0]``: an inspection and two copies."""
     from ckptconv.limits import lower
     from web.bridge import Bridge, error_text
 
@@ -43,10 +45,10 @@ def main(words: list[str]) -> dict[str, Any]:
 
 
 class Missing(importlib.abc.MetaPathFinder):
-    """Finds that these packages are not installed."""
+    """A finder that reports some packages as not installed."""
 
     def find_spec(self, name: str, *_: object) -> None:
-        """None for all others."""
+        """Raise ModuleNotFoundError for the packages in NOT_THERE, and return None for all others."""
         if name.partition(".")[0] in NOT_THERE:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 

@@ -1,4 +1,4 @@
-"""The page that converts in the browser: built once, served here, driven in headless browsers."""
+"""The page that converts in the browser: built once, served by a local server, and used in headless browsers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROGRAMS = {
 
 
 class Site:
-    """What is served: its URL, and the paths that were asked for since."""
+    """A served page: its URL, and the paths that browsers have requested."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -36,7 +36,7 @@ class Site:
 
 
 def built(folder: Path) -> Path:
-    """The page, built in `folder`; skips where that cannot be."""
+    """Build the page in `folder`, and return `folder`. Skip the test if the page cannot be built."""
     for program in ("npm", "node"):
         if shutil.which(program) is None:
             pytest.skip(f"there is no {program} to build the page with")
@@ -53,7 +53,7 @@ def built(folder: Path) -> Path:
 
 @contextmanager
 def served(folder: Path) -> Iterator[Site]:
-    """`folder`, at a URL of this machine."""
+    """Serve `folder` at a local URL, and yield the site."""
 
     class Handler(SimpleHTTPRequestHandler):
         def log_request(self, *_: object) -> None:
@@ -72,7 +72,7 @@ def served(folder: Path) -> Iterator[Site]:
 
 
 class Page:
-    """The page as a person uses it. Whatever it says on the console stands in ``said``."""
+    """The page as a person uses it. ``said`` contains its messages on the console."""
 
     def __init__(self, page: Any) -> None:
         from playwright.sync_api import expect  # type: ignore[import-not-found,unused-ignore]
@@ -84,25 +84,25 @@ class Page:
         page.set_default_timeout(PATIENCE)
 
     def text(self, name: str) -> str:
-        """What the element with this id says."""
+        """Return the text of the element with the id `name`."""
         found: str = self.page.locator(f"#{name}").text_content()
         return found
 
     def shows(self, name: str) -> bool:
-        """Whether the element with this id is visible."""
+        """Return whether the element with the id `name` is visible."""
         found: bool = self.page.locator(f"#{name}").is_visible()
         return found
 
     def settle(self) -> None:
-        """Wait until it is done."""
+        """Wait until the page is ready again."""
         self._expect(self.page.locator("#state")).to_have_text(re.compile("^(Ready|Choose another)"), timeout=PATIENCE)
 
     def _begin(self) -> None:
-        """Forget that it was done."""
+        """Replace the state of the page, so that :meth:`settle` waits for a new one."""
         self.page.locator("#state").evaluate("(state) => { state.textContent = 'waiting'; }")
 
     def press(self, button: str, key: str = "") -> None:
-        """Press a button, with a `key` or the mouse, and wait until that is done."""
+        """Press `button` with a `key` or the mouse, and wait until the page is ready again."""
         self._begin()
         if key:
             self.page.locator(button).press(key)
@@ -111,13 +111,13 @@ class Page:
         self.settle()
 
     def choose(self, *paths: Path) -> None:
-        """Choose files, and wait until they are shown, or what is wrong with them."""
+        """Choose the files at `paths`, and wait until the page shows them or an error."""
         self._begin()
         self.page.set_input_files("#choose", [*map(str, paths)])
         self.settle()
 
     def drop(self, *paths: Path) -> None:
-        """Drop files or folders on the page, and wait until they are shown, or what is wrong with them."""
+        """Drop the files or folders at `paths` on the page, and wait until the page shows them or an error."""
         self._begin()
         session = self.page.context.new_cdp_session(self.page)
         files = {"items": [], "files": [str(path.resolve()) for path in paths], "dragOperationsMask": 1}
@@ -126,7 +126,7 @@ class Page:
         self.settle()
 
     def prepare(self, **fields: str | bool) -> None:
-        """Fill in the form, and have the copy planned."""
+        """Fill in the form, and let the page plan the copy."""
         self.page.locator("#more").evaluate("(more) => { more.open = true; }")
         for name, value in fields.items():
             field = self.page.locator(f"#edits [name={name}]")
@@ -139,14 +139,14 @@ class Page:
         self.press("#prepare")
 
     def save(self, button: str = "#save", patience: int = PATIENCE) -> Path:
-        """What the browser downloads."""
+        """Press `button`, and return the path of the file that the browser downloads."""
         with self.page.expect_download(timeout=patience) as download:
             self.page.locator(button).click()
         return Path(download.value.path())
 
 
 def program_of(kind: str) -> str:
-    """The program of a `kind` of browser, "chrome" or "firefox"; skips where there is none, or no npm and node."""
+    """Return the program of the browser `kind`, "chrome" or "firefox". Skip the test if it, npm or node is missing."""
     found = next(filter(None, map(shutil.which, _PROGRAMS[kind])), None)
     if found is None or not (shutil.which("npm") and shutil.which("node")):
         pytest.skip(f"needs npm, node and one of {', '.join(_PROGRAMS[kind])}")
@@ -154,7 +154,9 @@ def program_of(kind: str) -> str:
 
 
 def used_in(kind: str, site: Site, jobs: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """What comes of `jobs` where the page is used in a `kind` of browser; skips where nothing drives it."""
+    """Return the results of `jobs`, done with the page in the browser `kind`. Skip the test if the driver is
+    missing.
+    """
     program = program_of(kind)
     folder.mkdir()
     got = subprocess.run(["npm", "install", _DRIVER], cwd=folder, capture_output=True, timeout=120, check=False)
@@ -173,7 +175,9 @@ def used_in(kind: str, site: Site, jobs: list[dict[str, Any]], folder: Path) -> 
 def opened_page(
     browser: Any, site: Site, *, width: int = 1280, scheme: str = "light", script: str = ""
 ) -> Iterator[Page]:
-    """The page in a profile of its own, which saves by downloading; `script` runs before those of the page."""
+    """Open the page in a new profile in which it saves by downloading, and yield it. `script` runs before the scripts
+    of the page.
+    """
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()
     page.add_init_script("delete globalThis.showSaveFilePicker; delete globalThis.showDirectoryPicker;" + script)

@@ -1,6 +1,6 @@
-"""A plugin of pytest for an environment without torch: a test is skipped when it uses a package that is not there.
+"""A pytest plugin for an environment without torch. A test is skipped if it uses a package that is not installed.
 
-The conftest registers it. ``.ci/light`` makes such an environment.
+The conftest registers the plugin. ``.ci/light`` creates such an environment.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ PACKAGES = (
 
 
 class WithoutTorch:
-    """Makes the packages that are missing modules in which nothing can be used, and skips tests that use them."""
+    """A plugin that replaces missing packages with modules that cannot be used, and skips the tests that use them."""
 
     def __init__(self) -> None:
-        self.files: set[Path] = set()  # that used such a package when they were read
+        self.files: set[Path] = set()  # files that used such a package during their import
         missing = [name for name in PACKAGES if not find_spec(name)]
-        sys.meta_path += [Absent(name) for name in missing]  # last: so modules that tests put there come first
+        sys.meta_path += [Absent(name) for name in missing]  # last, so that modules that tests insert come first
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Skip a file that cannot be read without such a package."""
+        """Skip a file that cannot be imported without such a package."""
         before = len(uses)
         report = yield
         if isinstance(collector, pytest.Module) and len(uses) > before:
@@ -50,7 +50,7 @@ class WithoutTorch:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Skip a test that used such a package, here or in another process."""
+        """Skip a test that used such a package, in this process or in another one."""
         report = yield
         if report.failed and call.excinfo:
             why = _lacks(call.excinfo.value)
@@ -62,7 +62,7 @@ class WithoutTorch:
 
 
 def _lacks(error: BaseException | None) -> str | None:
-    """What is not there, if `error` says that it is used."""
+    """Return the reason for skipping if `error` reports a missing package, and None otherwise."""
     if error is None:
         return None
     text = str(error)

@@ -1,7 +1,7 @@
-"""Make this Python lack what Python on Windows lacks: import this module before ckptconv.
+"""This Python without the names that Python on Windows lacks. Import this module before ckptconv.
 
-The names are those that ``os`` and ``signal`` of CPython 3.11 have on Linux, and not on Windows. The modules of the
-standard library that need some of them on Linux are imported first, and torch has to be.
+The names are those that ``os`` and ``signal`` of CPython 3.11 contain on Linux but not on Windows. Some modules of the
+standard library need them on Linux and are imported first. torch must also be imported first.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ NAMES = {
 sys.modules |= dict.fromkeys(MODULES.split())  # type: ignore[arg-type]  # importing one raises ImportError
 for _module, _names in NAMES.items():
     for _name in _names.split():
-        if hasattr(_module, _name):  # some are in newer versions only
+        if hasattr(_module, _name):  # some names exist only in newer versions
             delattr(_module, _name)

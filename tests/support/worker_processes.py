@@ -1,4 +1,4 @@
-"""Finding the processes that a conversion starts."""
+"""Functions that find the processes that a conversion starts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["our_workers", "processes_with"]
 
 
 def processes_with(mark: str) -> list[int]:
-    """Return the processes that have `mark` in their environment, without those that ended already."""
+    """Return the ids of the processes whose environment contains `mark`, without those that have ended."""
     return _found("environ", mark)
 
 
 def our_workers() -> list[int]:
-    """Return the worker processes that this process has started and that have not ended."""
+    """Return the ids of the worker processes that this process has started and that have not ended."""
     started = _found("cmdline", "ckptconv.conversion.worker")
     return [pid for pid in started if f"PPid:\t{os.getpid()}\n" in Path(f"/proc/{pid}/status").read_text()]
 

@@ -1,4 +1,6 @@
-"""What is not one file of torch.save: TorchScript archives, folders of torch.distributed.checkpoint, sets of shards."""
+"""Checkpoints that are more than a file of torch.save: TorchScript archives, folders of torch.distributed.checkpoint,
+and sets of shards.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.
 
 
 def calculated_offsets() -> AbstractContextManager[Any]:
-    """A context in which torch computes where storages are, and asks the archive for none; not in torch 2.6."""
+    """Return a context in which torch computes the offsets of storages instead of reading them from the archive. The
+    context has no effect in torch 2.6.
+    """
     if torch_facts.version() < (2, 7):
         return nullcontext()
     from torch.utils.serialization import config
@@ -33,7 +37,7 @@ def calculated_offsets() -> AbstractContextManager[Any]:
 
 
 def scripted(module: torch.nn.Module) -> bytes:
-    """The TorchScript archive of `module`."""
+    """Return the TorchScript archive of `module`."""
     file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
@@ -42,7 +46,9 @@ def scripted(module: torch.nn.Module) -> bytes:
 
 
 def distributed(state: dict[str, Any], folder: Path) -> Path:
-    """What one process saves of `state` with torch.distributed.checkpoint: `folder`, which must not exist."""
+    """Save `state` with torch.distributed.checkpoint in one process to `folder`, which must not exist. Return
+    `folder`.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is no process group
         dcp.save(state, checkpoint_id=folder, **ALONE)
@@ -50,7 +56,7 @@ def distributed(state: dict[str, Any], folder: Path) -> Path:
 
 
 def sharded(folder: Path, *shards: Any, stem: str = "pytorch_model", **options: Any) -> Path:
-    """`shards` as files of torch.save in `folder`, without an index; their names begin with `stem`."""
+    """Save `shards` with torch.save in `folder`, without an index. Their names begin with `stem`. Return `folder`."""
     folder.mkdir()
     for i, shard in enumerate(shards, 1):
         torch.save(shard, folder / f"{stem}-{i:05d}-of-{len(shards):05d}.bin", **options)

@@ -1,5 +1,7 @@
-"""Files as one version of torch writes them, which every other version reads: ``python -m tests.support.written`` adds
-those of the installed torch to the folder ``written``, as ``VERSION.pt`` and ``VERSION.dcp``.
+"""Files that one version of torch has written and that every other version must read.
+
+``python -m tests.support.written`` adds the files of the installed torch to the folder ``written``, as ``VERSION.pt``
+and ``VERSION.dcp``.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ DTYPES = [
 
 
 def state() -> dict[str, Any]:
-    """What is written: the same bytes in all versions, and allowed by the safe loader of each."""
+    """Return the state dict of the file. Its bytes are the same in all versions, and the safe loader of each
+    allows it.
+    """
     dtypes = {name: zoo.counted(getattr(torch, name)) if name != "bool" else torch.tensor([True]) for name in DTYPES}
     kinds = (zoo.special_values, zoo.views, zoo.ties, zoo.small, zoo.conj_neg)
-    # Others of the zoo have bytes that nothing sets, after the indices, or in the last element of four bits.
+    # Other objects of the zoo contain undefined bytes, after the indices or in the last element of four bits.
     quantized = {name: each for name, each in zoo.quantized().items() if name != "quint4x2"}
     csr = torch.sparse_csr_tensor(torch.tensor([0, 1, 3]), torch.tensor([0, 1, 2]), torch.ones(3), (2, 3))
     sparse = {"coo": torch.sparse_coo_tensor(torch.tensor([[0, 1], [2, 0]]), torch.ones(2), (2, 3)), "csr": csr}
@@ -34,7 +38,7 @@ def state() -> dict[str, Any]:
 
 
 def distributed_state() -> dict[str, Any]:
-    """What is written to a DCP folder: rows, columns, a 0-dimensional and an empty tensor, numbers and text."""
+    """Return the state dict of the DCP folder: rows, columns, a scalar and an empty tensor, numbers and text."""
     w = torch.arange(24.0).view(4, 6)
     model = {"w": w, "turned": w.t(), "half": w[:2].bfloat16(), "step": torch.tensor(7), "none": torch.empty(0, 3)}
     return {"model": model, "epoch": 3, "name": "é"}

@@ -1,4 +1,6 @@
-"""Calls of public functions with wrong types. mypy reports each comment that ignores no error. Nothing runs them."""
+"""Calls of public functions with arguments of wrong types. They are never executed. mypy reports each ``type: ignore``
+comment that ignores no error.
+"""
 
 import ckptconv
 

@@ -1,7 +1,7 @@
-"""Small checkpoints as DeepSpeed ZeRO writes them, made without DeepSpeed.
+"""Small checkpoints in the format of DeepSpeed ZeRO, written without DeepSpeed.
 
-The pickles name the same globals: modules of these names stand in for DeepSpeed's while they are written.
-``tests/long/test_zero_runs.py`` compares these folders with DeepSpeed's own.
+The pickles name the same globals as those of DeepSpeed, because modules with these names replace DeepSpeed's while they
+are written. ``tests/long/test_zero_runs.py`` compares these folders with DeepSpeed's own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @contextmanager
 def deepspeed_modules() -> Iterator[tuple[Any, Any, Any]]:
-    """The classes ``ZeroStageEnum``, ``LossScaler`` and ``fragment_address``, under DeepSpeed's names."""
+    """Yield the classes ``ZeroStageEnum``, ``LossScaler`` and ``fragment_address`` under DeepSpeed's names."""
     values = ("disabled", "optimizer_states", "gradients", "weights")
     stage: Any = enum.Enum("ZeroStageEnum", {name: i for i, name in enumerate(values)})  # type: ignore[misc]
     scaler = type("LossScaler", (), {})
@@ -60,7 +60,9 @@ def deepspeed_modules() -> Iterator[tuple[Any, Any, Any]]:
 
 
 class Saved(NamedTuple):
-    """What a run has: weights and moments in fp32 by name, the names of each group, buffers, and a tie."""
+    """The contents of a run: weights and moments in fp32 by name, the names of each group, buffers, ties, and frozen
+    weights.
+    """
 
     weights: dict[str, torch.Tensor]
     moments: dict[str, dict[str, torch.Tensor]]
@@ -71,7 +73,7 @@ class Saved(NamedTuple):
 
 
 def a_run(*, groups: int = 1, frozen: bool = False) -> Saved:
-    """Weights of odd sizes, which no number of ranks divides."""
+    """Return a run with weights of odd sizes, which no number of ranks divides evenly."""
     torch.manual_seed(1)
     shapes = {"embed.weight": (11, 5), "up.weight": (7, 5), "up.bias": (7,), "scale": (1,), "down.weight": (5, 7)}
     still = {name: torch.randn(shapes.pop(name)).bfloat16() for name in ("up.weight", "down.weight") if frozen}
@@ -84,7 +86,7 @@ def a_run(*, groups: int = 1, frozen: bool = False) -> Saved:
 
 
 class Files(NamedTuple):
-    """What is in the files: model states and optimizer states of each rank."""
+    """The contents of the files: model states and optimizer states of each rank."""
 
     models: list[dict[str, Any]]
     optims: list[dict[str, Any]]
@@ -106,7 +108,9 @@ def write_zero(  # noqa: PLR0913 - each is a property of a run
     change: Callable[[Files], None] = lambda files: None,
     **save: Any,
 ) -> Path:
-    """A checkpoint in `folder`, whose values `change` may change before they are saved."""
+    """Write a checkpoint of `run` to `folder`, and return `folder`. `change` can change its contents before they are
+    saved.
+    """
     run = run or a_run()
     with deepspeed_modules() as (stages, scaler, address):
         config = {"zero_optimization": {"stage": stage, "round_robin_gradients": round_robin}}
@@ -145,7 +149,7 @@ def _dealt(names: list[str], ranks: int) -> list[str]:
 def _model(
     run: Saved, order: list[list[str]], stage: int, rank: int, ranks: int, config: Any, client: dict[str, Any]
 ) -> dict[str, Any]:
-    """The model states of one rank."""
+    """Return the model states of one rank."""
     every = {**run.weights, **run.frozen}
     module = OrderedDict((name, tensor.bfloat16()) for name, tensor in every.items())
     if stage == 3:
@@ -176,14 +180,14 @@ def _model(
 
 
 def _share(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """The part that a rank has of a tensor at stage 3, with padding."""
+    """Return the part of `tensor` that `rank` stores at stage 3, with padding."""
     flat = tensor.reshape(-1)
     each = -(-flat.numel() // ranks)
     return torch.cat([flat, flat.new_zeros(each * ranks - flat.numel())])[rank * each : (rank + 1) * each].clone()
 
 
 def _optimizer(flats: dict[str, list[torch.Tensor]], groups: list[list[int]]) -> dict[str, Any]:
-    """The state of torch's AdamW over flat tensors."""
+    """Return the state of torch's AdamW for the flat tensors `flats`."""
     number = len(next(iter(flats.values())))
     return {
         "state": {
@@ -194,7 +198,7 @@ def _optimizer(flats: dict[str, list[torch.Tensor]], groups: list[list[int]]) ->
 
 
 def _stage_3(run: Saved, rank: int, ranks: int, sub_group: int) -> dict[str, Any]:
-    """The optimizer states of one rank at stage 3."""
+    """Return the optimizer states of one rank at stage 3."""
     subs: list[list[str]] = []
     groups: list[list[int]] = []
     for names in run.groups:
@@ -218,7 +222,9 @@ def _stage_3(run: Saved, rank: int, ranks: int, sub_group: int) -> dict[str, Any
 def _stage_2(
     run: Saved, order: list[list[str]], ranks: int, alignment: int, address: Any, *, cut: bool
 ) -> list[dict[str, Any]]:
-    """The optimizer states of all ranks at stages 1 and 2. `cut`: the fp32 weights are without their padding."""
+    """Return the optimizer states of all ranks at stages 1 and 2. If `cut` is true, the fp32 weights have no
+    padding.
+    """
     gaps = []
     for names in order:
         sizes = [run.weights[name].numel() for name in names]
@@ -253,7 +259,7 @@ def _stage_2(
 
 
 def quantized(files: Files) -> None:
-    """Add a scale for each block of the moments, as optimizers of 8 bits have it."""
+    """Add a scale for each block of the moments, as 8-bit optimizers do."""
     for optim in files.optims:
         fields = optim["optimizer_state_dict"]
         state = fields.get("base_optimizer_state") or fields["optimizer_state_dict"]

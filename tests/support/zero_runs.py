@@ -1,7 +1,7 @@
-"""Training runs of DeepSpeed on the CPU, each of which leaves a ZeRO checkpoint:
-``python -m torch.distributed.run --nproc_per_node RANKS tests/support/zero_runs.py FOLDER CASE...``.
+"""Training runs of DeepSpeed on the CPU, each of which saves a ZeRO checkpoint.
 
-It needs DeepSpeed, and none of this project, so that it runs in an environment of its own.
+Usage: ``python -m torch.distributed.run --nproc_per_node RANKS tests/support/zero_runs.py FOLDER CASE...``. The program
+requires DeepSpeed but no module of this project, so that it can run in a separate environment.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    """Odd sizes, a tie, buffers of two dtypes."""
+    """A model with odd sizes, a tie and buffers of two dtypes."""
 
     def __init__(self, large: bool = False) -> None:
         super().__init__()
@@ -75,14 +75,16 @@ class Net(nn.Module):
 
 
 def loss_of(model: Any, step: int) -> torch.Tensor:
-    """The loss of one step: the same batch in each process, so that the mean over them is that of one."""
+    """Return the loss of one step. All processes have the same batch, so the mean over them equals the loss of one
+    process.
+    """
     tokens = (torch.arange(6) * (step + 3)) % 11
     logits = model(tokens)
     return nn.functional.cross_entropy(logits.float(), (tokens + 1) % 11)
 
 
 def groups_of(net: Net, run: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parameter groups, in an order that is not the model's."""
+    """Return the parameter groups. With two groups, their order is not the model's."""
     if run.get("frozen"):
         net.up.weight.requires_grad_(False)
         net.down.weight.requires_grad_(False)
@@ -95,7 +97,7 @@ def groups_of(net: Net, run: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def train(case: str, folder: Path) -> None:
-    """Train three steps, save, and train one more."""
+    """Train for three steps, save a checkpoint, train for two more steps, and save their losses."""
     import deepspeed  # type: ignore[import-not-found]
 
     given = dict(CASES[case])
@@ -130,7 +132,7 @@ def train(case: str, folder: Path) -> None:
 
 
 def main(folder: Path, cases: list[str]) -> None:
-    """Leave the checkpoints of `cases` in `folder`."""
+    """Save the checkpoints of `cases` in `folder`."""
     import deepspeed
 
     deepspeed.init_distributed("gloo")

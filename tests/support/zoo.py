@@ -1,4 +1,4 @@
-"""One of everything that people save: builders by name, and ``save``, which writes GPU tags on a
+"""The zoo: one example of everything that people save, as builders by name, and ``save``, which writes GPU tags on a
 machine without a GPU.
 """
 
@@ -28,13 +28,15 @@ RNG_SIZES = (5056, 16)
 
 
 def save(obj: Any, path: Any, tags: Sequence[str] = TAGS, **kwargs: Any) -> None:
-    """``torch.save`` with `tags` on the storages in turn; further arguments are those of ``torch.save``."""
+    """Save `obj` with ``torch.save``, with `tags` on the storages in turn. `kwargs` are further arguments of
+    ``torch.save``.
+    """
     with tagging(tags):
         torch.save(obj, path, **kwargs)
 
 
 def tagging(tags: Sequence[str] = TAGS) -> Any:
-    """A context in which storages that are saved get `tags` in turn."""
+    """Return a context in which saved storages get `tags` in turn."""
     given: dict[int, str] = {}
     turn = itertools.cycle(tags)
 
@@ -47,12 +49,12 @@ def tagging(tags: Sequence[str] = TAGS) -> Any:
     return mock.patch("torch.serialization.location_tag", tag)
 
 
-# Classes that objects of the zoo have
+# Classes of objects in the zoo
 
 
 @dataclass
 class Config:
-    """A dataclass with a tensor in it."""
+    """A dataclass that contains a tensor."""
 
     name: str = "net"
     device: str = "cuda:0"
@@ -62,24 +64,24 @@ class Config:
 
 @dataclass(frozen=True)
 class Frozen:
-    """`a` frozen dataclass, hashable."""
+    """A frozen dataclass, which is hashable."""
 
     a: int
     b: str
 
 
 class Slotted:
-    """``__slots__``, one of them empty, and no ``__dict__``."""
+    """A class with ``__slots__``, one of them empty, and without a ``__dict__``."""
 
     __slots__ = ("a", "b", "empty")
 
 
 class SlotsAndDict(Slotted):
-    """``__slots__`` in the base, a ``__dict__`` here: its state is a pair."""
+    """A class with ``__slots__`` in its base and a ``__dict__``. Its state is a pair."""
 
 
 class WithNewArgs(tuple[Any, ...]):
-    """``__getnewargs_ex__``: made by ``__new__`` with keywords."""
+    """A class with ``__getnewargs_ex__``, whose objects are created by ``__new__`` with keywords."""
 
     def __new__(cls, *items: int, scale: int = 1) -> WithNewArgs:
         made = super().__new__(cls, [item * scale for item in items])
@@ -91,7 +93,7 @@ class WithNewArgs(tuple[Any, ...]):
 
 
 class WithState:
-    """A state that is no dict."""
+    """A class whose state is not a dict."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -112,32 +114,34 @@ class DictWithAttributes(dict[Any, Any]):
 
 
 class Member:
-    """Something in a set that it refers to."""
+    """An object in a set that it refers to."""
 
     def __repr__(self) -> str:
         return "Member"
 
 
 class Outer:
-    """Its inner class has a dotted qualified name, which pickle can say from protocol 4 on."""
+    """A class with an inner class, whose dotted qualified name requires protocol 4."""
 
     @dataclass
     class Inner:
-        """One level down."""
+        """An inner class."""
 
         value: int = 3
 
     def method(self) -> str:
-        """Pickled as ``getattr(obj, 'method')``."""
+        """Return a text. The bound method is pickled as ``getattr(obj, 'method')``."""
         return "bound"
 
 
 class AttributedTensor(torch.Tensor):
-    """A subclass without behaviour; attributes go into its ``__dict__``."""
+    """A tensor subclass without behavior. Attributes are stored in its ``__dict__``."""
 
 
 class WrapperTensor(torch.Tensor):
-    """A tensor without a storage around one that has one, as quantization and parallelism libraries make them."""
+    """A tensor without a storage that wraps another tensor, like those of libraries for quantization and
+    parallelism.
+    """
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: str) -> WrapperTensor:
@@ -159,7 +163,9 @@ class WrapperTensor(torch.Tensor):
 
 
 class Rebuilt:
-    """What torch writes for a tensor of an accelerator whose tensors go through the CPU or through numpy."""
+    """An object that is pickled like a tensor of an accelerator whose tensors are saved by way of the CPU or of
+    numpy.
+    """
 
     def __init__(self, function: str, data: Any, device: Any) -> None:
         self.call = function, data, device
@@ -188,7 +194,7 @@ class Net(nn.Module):
 
 
 def a_function(*args: Any) -> None:
-    """Something that a pickle names."""
+    """Do nothing. A pickle names this function."""
 
 
 # Tensors
@@ -201,12 +207,12 @@ SUB_BYTE = re.compile(r"torch\.u?int[1-7]")
 
 
 def counted(dtype: torch.dtype, n: int = 6) -> torch.Tensor:
-    """`n` elements of `dtype`, all of their bytes different where there are so many."""
+    """Return `n` elements of `dtype` whose bytes are all different, up to 251 bytes."""
     return (torch.arange(n * dtype.itemsize) % 251).to(torch.uint8).view(dtype)
 
 
 def dtypes() -> Any:
-    """Every dtype that a tensor can be made of by looking at bytes; bool has the bytes that it may have."""
+    """Return a tensor of every dtype that can view arbitrary bytes, and a tensor of bool."""
     kinds = [
         dtype
         for dtype in DTYPES
@@ -217,14 +223,16 @@ def dtypes() -> Any:
 
 
 def special_values() -> Any:
-    """NaNs with payloads, infinities, -0.0 and denormals, in tensors and in Python's floats."""
+    """Return NaNs with payloads, infinities, -0.0 and denormals, as tensors and as Python floats."""
     bits = torch.tensor([0x7FC00001, 0x7F800001, -1, -(1 << 31), 1, 0x7F800000], dtype=torch.int64).to(torch.int32)
     nan = np.array([0x7FF8000000000123], dtype=np.uint64).view(np.float64)[0]
     return {"tensor": bits.view(torch.float32), "floats": [float(nan), -0.0, 5e-324, float("inf"), -float("nan"), 0.1]}
 
 
 def views() -> Any:
-    """Transposed, expanded, sliced, offset, unfolded, overlapping, of one storage and of several."""
+    """Return views that are transposed, expanded, sliced, offset, unfolded or overlapping, on a shared storage and on
+    separate ones.
+    """
     base = torch.arange(24.0).reshape(4, 6)
     return {
         "base": base,
@@ -240,13 +248,13 @@ def views() -> Any:
 
 
 def ties() -> Any:
-    """One tensor under several names, and another tensor of the same storage that is alike."""
+    """Return a tensor under several names, and another tensor on the same storage."""
     weight = nn.Parameter(torch.arange(6.0))
     return {"a": weight, "b": weight, "c": weight.detach(), "nested": {"again": weight}}
 
 
 def small() -> Any:
-    """No dimensions, no elements, one element, many dimensions."""
+    """Return tensors without dimensions, without elements, with one element, and with many dimensions."""
     empty = torch.empty(0)
     return [
         torch.tensor(3.5),
@@ -260,7 +268,7 @@ def small() -> Any:
 
 
 def sparse() -> Any:
-    """COO, coalesced and not, and the four compressed layouts."""
+    """Return sparse tensors: COO, coalesced and not, and the four compressed layouts."""
     dense = torch.tensor([[0.0, 1.0, 0.0, 2.0], [3.0, 0.0, 0.0, 0.0]])
     loose = torch.sparse_coo_tensor(
         torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0]), (2, 4), check_invariants=True
@@ -278,7 +286,7 @@ def sparse() -> Any:
 
 
 def quantized() -> Any:
-    """Per tensor and per channel."""
+    """Return tensors that are quantized per tensor and per channel."""
     numbers = torch.arange(6.0).reshape(2, 3)
     scales, zeros = torch.tensor([0.5, 0.25], dtype=torch.float64), torch.tensor([1, 2])
     return {
@@ -291,7 +299,7 @@ def quantized() -> Any:
 
 
 def meta() -> Any:
-    """Tensors without data, beside one that has some."""
+    """Return tensors without data, next to one with data."""
     return [
         *(torch.empty(3, dtype=dtype, device="meta") for dtype in DTYPES if SUB_BYTE.fullmatch(str(dtype))),
         torch.empty(3, 4, device="meta"),
@@ -301,7 +309,7 @@ def meta() -> Any:
 
 
 def conj_neg() -> Any:
-    """Lazily conjugated and negated, and both."""
+    """Return tensors that are lazily conjugated, lazily negated, or both."""
     z = torch.tensor([1 + 2j, 3 - 4j])
     return {
         "z": z,
@@ -312,18 +320,20 @@ def conj_neg() -> Any:
 
 
 def nested() -> Any:
-    """torch.nested, strided."""
+    """Return a strided tensor of torch.nested."""
     return torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)])
 
 
 def two_dtypes() -> Any:
-    """One storage under two storage classes: float8 is written as UntypedStorage, uint8 as ByteStorage."""
+    """Return tensors whose storage is saved with two storage classes: float8 as UntypedStorage, and uint8 as
+    ByteStorage.
+    """
     x = torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn)
     return {"float8": x, "uint8": x.view(torch.uint8), "uint16": x.view(torch.uint16)[1:]}
 
 
 def parameters() -> Any:
-    """Parameters with and without gradient and attributes, and a plain tensor with attributes."""
+    """Return parameters with and without gradient and attributes, and a plain tensor with attributes."""
     plain, tagged, tensor = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(3)), torch.ones(4)
     tagged.tensor_parallel, tagged.device_hint, tensor.note = True, torch.device("cuda:1"), {"of": tagged}
     return [
@@ -337,14 +347,14 @@ def parameters() -> Any:
 
 
 def subclass() -> Any:
-    """A Tensor subclass with attributes, one of them a tensor."""
+    """Return tensors of a subclass, with attributes that include a tensor."""
     tensor = torch.arange(4.0).as_subclass(AttributedTensor)
     tensor.scale, tensor.note = torch.tensor(2.0), "weights"
     return {"subclass": tensor, "view": tensor[1:].as_subclass(AttributedTensor), "scale": tensor.scale}
 
 
 def storages() -> Any:
-    """Bare storages, typed and untyped, one of them a tensor's."""
+    """Return bare storages, typed and untyped, one of which belongs to a tensor."""
     tensor, doubles = torch.arange(4, dtype=torch.uint8), torch.ones(2, dtype=torch.float64).untyped_storage()
     return {
         "tensor": tensor,
@@ -358,18 +368,20 @@ def storages() -> Any:
 
 
 def module() -> Any:
-    """A whole nn.Module."""
+    """Return a complete nn.Module."""
     torch.manual_seed(0)
     return Net()
 
 
 def state_dict() -> Any:
-    """An OrderedDict with ``_metadata``."""
+    """Return an OrderedDict with ``_metadata``."""
     return module().state_dict()
 
 
 def training() -> Any:
-    """Model, AdamW after a step, scheduler, arguments, and generator states of CPU and (pretended) GPUs."""
+    """Return a training checkpoint: a model, AdamW after a step, a scheduler, arguments, and RNG states of the CPU and
+    of (simulated) GPUs.
+    """
     net = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -388,7 +400,7 @@ def training() -> Any:
 
 
 def rng() -> Any:
-    """The states of random generators, as Trainer keeps them."""
+    """Return RNG states in the form of the Trainer class of transformers."""
     cpu = torch.Generator().manual_seed(7).get_state()
     cuda = torch.arange(16, dtype=torch.uint8)
     numpy_state = np.random.RandomState(3).get_state()
@@ -396,12 +408,14 @@ def rng() -> Any:
 
 
 def generator() -> Any:
-    """torch.Generator objects."""
+    """Return a torch.Generator, and a tensor."""
     return {"generator": torch.Generator().manual_seed(11), "weight": torch.ones(3)}
 
 
 def user_data() -> Any:
-    """Devices that are the user's own, beside a tensor that has the same tag; one string for all."""
+    """Return devices that belong to the user, next to a tensor with the same location tag. All names of devices are the
+    same string.
+    """
     cuda = "cuda:0"
     return {
         "device": cuda,
@@ -413,11 +427,11 @@ def user_data() -> Any:
     }
 
 
-# Python's own
+# Python's own objects, and numpy's
 
 
 def numpy_objects() -> Any:
-    """Arrays, contiguous and not, structured and of objects; scalars; dtypes; a generator."""
+    """Return numpy arrays (contiguous and not, structured, and of objects), scalars and dtypes."""
     return {
         "array": np.arange(6.0).reshape(2, 3),
         "fortran": np.asfortranarray(np.arange(6).reshape(2, 3)),
@@ -435,13 +449,15 @@ def numpy_objects() -> Any:
 
 
 def sets() -> Any:
-    """Sets and frozensets, empty ones, shared ones."""
+    """Return sets and frozensets, including empty and shared ones."""
     shared = frozenset({"a", 1})
     return [set(), {1, "b", (2, 3)}, frozenset(), shared, shared, {shared}, set(range(3000))]
 
 
 def cycles() -> Any:
-    """A list in itself, a dict in itself, a tuple in itself through a list, an object in its own attribute."""
+    """Return a list that contains itself, a dict that contains itself, a tuple that contains itself through a list, and
+    an object whose attribute contains the object.
+    """
     a_list: list[Any] = [torch.ones(1)]
     a_list.append(a_list)
     a_dict: dict[str, Any] = {"x": 1}
@@ -455,9 +471,9 @@ def cycles() -> Any:
 
 
 def set_cycle() -> Any:
-    """An object whose attribute is a set that holds it.
+    """Return an object with an attribute that is a set that contains the object.
 
-    Protocol 2 has no opcode for it and breaks the cycle where it can.
+    In protocol 2, which has no opcode for sets, pickle breaks the cycle where it can.
     """
     member = Member()
     member.friends = {member}
@@ -465,7 +481,9 @@ def set_cycle() -> Any:
 
 
 def objects() -> Any:
-    """Dataclasses, slots, ``__getnewargs_ex__``, states that are no dicts, subclasses of containers."""
+    """Return dataclasses, objects with slots, with ``__getnewargs_ex__`` and with states that are not dicts, and
+    subclasses of containers.
+    """
     slotted, both = Slotted(), SlotsAndDict()
     slotted.a, slotted.b = 1, torch.ones(2)
     both.a, both.c = 2, "three"
@@ -498,17 +516,17 @@ def objects() -> Any:
 
 
 def qualified() -> Any:
-    """A class inside a class, and a bound method."""
+    """Return an inner class and an object of it."""
     return [Outer.Inner(), Outer.Inner]
 
 
 def method() -> Any:
-    """A bound method, which pickle writes as a call of ``getattr``."""
+    """Return a bound method, which pickle writes as a call of ``getattr``."""
     return [nn.Identity().extra_repr, torch.ones(1)]
 
 
 def containers() -> Any:
-    """What ``collections`` has."""
+    """Return containers of the ``collections`` module."""
     ordered = OrderedDict([("b", 1), ("a", torch.ones(1))])
     ordered.move_to_end("b")
     return {
@@ -524,7 +542,9 @@ def containers() -> Any:
 
 
 def keys() -> Any:
-    """Keys that are no names: other types, and strings that a terminal, a path or an encoder stumbles over."""
+    """Return keys that are not names: other types, and strings that can cause problems in a terminal, a path or an
+    encoder.
+    """
     odd = [0, -1, 1 << 70, None, b"bytes", (1, "a"), (), 1.5, float("nan"), -0.0, False, frozenset({1}), Frozen(3, "d")]
     texts = [
         "",
@@ -548,7 +568,7 @@ def keys() -> Any:
 
 
 def long_values() -> Any:
-    """What has more than one byte of length, or more than we hold in memory."""
+    """Return values whose length takes more than one byte, or that are larger than the program holds in memory."""
     return {
         "text": "ä" * 35_000 + "x" * 35_000,
         "bytes": bytes(range(256)) * 800,
@@ -562,7 +582,7 @@ def long_values() -> Any:
 
 
 def atoms() -> Any:
-    """None, truth, numbers, text and bytes."""
+    """Return None, booleans, numbers, text, bytes, and small containers."""
     return [
         None,
         True,
@@ -586,8 +606,8 @@ def atoms() -> Any:
 
 
 def allowed() -> Any:
-    """What torch's safe loader takes, if it is written in its way: sets, bytes, bytearrays, complex
-    numbers, counters.
+    """Return objects that torch's safe loader accepts if they are written as it expects: sets, bytes, bytearrays,
+    complex numbers and counters.
     """
     inside = {"two", 2}
     return {
@@ -608,7 +628,7 @@ def allowed() -> Any:
 
 
 def wide() -> Any:
-    """More strings, tensors and globals than one byte can number in the memo."""
+    """Return more strings, tensors and globals than one byte can number in the memo."""
     return {f"layer.{i}.weight": torch.full((2,), float(i)) for i in range(100)}
 
 

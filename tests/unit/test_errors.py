@@ -1,5 +1,5 @@
-"""Errors are for people: one printable line with what, where, expected, got and what to type;
-and the tree is what its docstring draws.
+"""Errors: one printable line with what, where, expected, got and a hint. Their tree is the one in the docstring of the
+module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptconv.errors import CkptconvError, printable
 
 
 def test_line_has_every_part() -> None:
-    """what, where, expected, got and hint stand in the line and stay apart as attributes."""
+    """The line contains what, where, expected, got and the hint. They are also attributes."""
     error = CkptconvError("it broke", where="a.pt", expected=1, got=2, hint="try b.pt")
     assert str(error) == "a.pt: it broke (expected 1, got 2); try b.pt"
     assert (error.what, error.where, error.expected, error.got, error.hint) == ("it broke", "a.pt", 1, 2, "try b.pt")
@@ -23,13 +23,13 @@ def test_line_has_every_part() -> None:
 
 
 def test_line_is_printable() -> None:
-    """Control characters, direction marks and unpaired surrogates come out escaped; other scripts stay."""
+    """Control characters, direction marks and unpaired surrogates are escaped. Letters of other scripts are kept."""
     assert printable("a\n\x1b[0m\u202e\ud800é漢") == "a\\n\\x1b[0m\\u202e\\ud800é漢"
     assert "\n" not in str(CkptconvError("a\nb", where="c\rd"))
 
 
 def test_tree_is_the_one_in_the_docstring() -> None:
-    """Each class stands in the drawing under its base, and each name in the drawing is exported."""
+    """The drawing in the docstring contains all error classes, each one below its base."""
     above: dict[int, str] = {}
     drawn = {}
     for line in (errors.__doc__ or "").splitlines():
@@ -44,7 +44,7 @@ def test_tree_is_the_one_in_the_docstring() -> None:
 
 
 def test_facts_are_short() -> None:
-    """A long name loses its middle, and an integer of more digits than Python prints is described."""
+    """A long text is shortened. An integer with more digits than Python prints is described by its number of bits."""
     assert len(str(CkptconvError("it broke", got="x" * 70_000))) < 500
     assert str(CkptconvError("it broke", got=1 << 30_000)) == "it broke (got an integer of 30,001 bits)"
 
@@ -58,8 +58,8 @@ def test_facts_are_short() -> None:
         (errors.UsageError, ValueError, None),
     ],
 )
-def test_errors_that_python_has_are_those_too(kind: type[CkptconvError], python: type, number: int | None) -> None:
-    """With its number and path, and from another process as well."""
+def test_some_errors_are_also_errors_of_python(kind: type[CkptconvError], python: type, number: int | None) -> None:
+    """Some errors are also errors of Python, with its number and path. They can be pickled for another process."""
     error = pickle.loads(pickle.dumps(kind("it broke", where="a.pt", hint="try b.pt")))
     assert type(error) is kind and isinstance(error, python)
     assert str(error) == "a.pt: it broke; try b.pt"

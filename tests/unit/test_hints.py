@@ -1,4 +1,4 @@
-"""What messages suggest is data: flags on the command line and keywords in Python, which mean the same."""
+"""Suggestions in messages: flags on the command line and keywords in Python, which mean the same."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ALL_FLAGS = set().union(*FLAGS.values())
 
 
 def in_python(message: str) -> str:
-    """What a public function would have made of the `message`."""
+    """Return the `message` as a public function would write it."""
     with python_words():
         return Message(*message.parts) if isinstance(message, Message) else message
 
@@ -78,8 +78,8 @@ def in_python(message: str) -> str:
         ("--force is no option here", "--force is no option here", "--force is no option here"),
     ],
 )  # fmt: skip
-def test_one_message_in_both_tongues(message: str, typed: str, called: str) -> None:
-    """Its text is what is typed, its parts make what is called, and they outlive pickling."""
+def test_a_message_for_the_command_line_and_for_python(message: str, typed: str, called: str) -> None:
+    """The text of a message contains flags, and its parts give the keywords, also after pickling."""
     assert message == typed == str(message)
     for each in (message, pickle.loads(pickle.dumps(message)), copy.deepcopy(message)):
         assert in_python(each) == called
@@ -90,8 +90,8 @@ def test_one_message_in_both_tongues(message: str, typed: str, called: str) -> N
 @example("strip_prefix", "a--verify.b")
 @example("exclude", """it's "quoted"; $HOME --x \\""")
 @example("select", "--force")
-def test_a_value_is_what_it_was(keyword: str, value: str) -> None:
-    """Whatever is in it, when the flag is typed and when the keyword is given."""
+def test_values_are_unchanged(keyword: str, value: str) -> None:
+    """Any value is unchanged in the flag that is typed, and in the keyword."""
     said: Any = ((value, "b"),) if keyword == "rename" else value
     message = "try: " + option(keyword, said)
     words = shlex.split(message.removeprefix("try: "))
@@ -103,8 +103,8 @@ def test_a_value_is_what_it_was(keyword: str, value: str) -> None:
     }
 
 
-def test_what_looks_like_a_flag_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A prefix that has the name of a flag in it, and names in the file."""
+def test_text_that_looks_like_a_flag_is_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prefix that contains the name of a flag, and such names in the file, are not changed in a message."""
     torch.save({"--force.w": torch.ones(1)}, tmp_path / "a.pt")
     error = refused(ckptconv.NoMatchError, None, tmp_path / "a.pt", tmp_path / "b.pt", strip_prefix="a--verify.b")
     assert error.what == "no name starts with 'a--verify.b.'" and "--force." in str(error)
@@ -113,8 +113,10 @@ def test_what_looks_like_a_flag_is_left_alone(tmp_path: Path, capsys: pytest.Cap
     assert str(error) in in_one_line(capsys.readouterr().err)
 
 
-def test_the_same_error_in_both_tongues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the command line advises as a flag, the function advises as a keyword, and each works where it is said."""
+def test_an_error_for_the_command_line_and_for_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error suggests flags on the command line and keywords in Python. The suggestion of ``select`` works in
+    both.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.save({"x": {"w": torch.ones(1)}, "y": {"w": torch.ones(1)}}, src)
     for flags, keywords in ((["--state-dict"], {"state_dict": True}), (["--strip-prefix", "w"], {"strip_prefix": "w"})):
@@ -140,8 +142,10 @@ def test_the_same_error_in_both_tongues(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--rtol -1.0 is not a tolerance" in capsys.readouterr().err
 
 
-def test_results_speak_python(here: Path) -> None:
-    """Notes, findings and outcomes of functions name keywords, and are plain texts; commands to be typed stay such."""
+def test_results_contain_keywords(here: Path) -> None:
+    """Notes, findings and outcomes of functions contain keywords, and are plain strings. Suggested commands stay
+    commands.
+    """
     torch.save({"w": torch.ones(1)}, "a.pt")
     torch.save({"module.w": torch.ones(1)}, "ddp.pt")
     save_file({"w": torch.ones(1)}, "a.safetensors")
@@ -161,15 +165,15 @@ def test_results_speak_python(here: Path) -> None:
     assert summary.findings[0].command == "ckptconv convert ddp.pt ddp-plain.pt --strip-prefix module."
     assert suggested.suggestion == "ckptconv diff ddp.pt a.pt --strip-prefix module."
     commands = summary.findings[0].command, suggested.suggestion
-    assert all(map(command_in, commands))  # which str() of a result breaks into lines
+    assert all(map(command_in, commands))  # str() of a result wraps them
     summary = replace(summary, findings=tuple(replace(each, command=None) for each in summary.findings))
     suggested = replace(suggested, suggestion=None)
     for result in (converted, saved, verdict, difference, outcome, summary, suggested):
         assert Message.__module__.encode() not in pickle.dumps(result)
 
 
-def test_every_function_speaks_python() -> None:
-    """Each public one that makes messages has the front end; devices are only counted."""
+def test_every_function_writes_keywords() -> None:
+    """Each public function that writes messages has the decorator for keywords. ``devices`` only counts."""
     public = {name: getattr(ckptconv, name) for name in ckptconv.__all__}
     functions = {name for name, each in public.items() if isinstance(each, FunctionType)}
     assert {name for name in functions if not hasattr(public[name], "__wrapped__")} == {"devices"}
@@ -178,8 +182,8 @@ def test_every_function_speaks_python() -> None:
     )
 
 
-def test_results_are_printed_in_python(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``str()`` of a result, and what a notebook shows of it, name keywords where the command line prints flags."""
+def test_printed_results_contain_keywords(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``str()`` of a result and its HTML contain keywords. The command line prints flags instead."""
     w = torch.ones(1)
     torch.save({"state_dict": {"a": w, "b": w}, **{f"n{i}": i for i in range(9)}}, "a.pt")
     assert main(["convert", "a.pt", "b.safetensors"]) == 0
@@ -194,12 +198,14 @@ def test_results_are_printed_in_python(here: Path, capsys: pytest.CaptureFixture
     assert "4 more (--json)" in capsys.readouterr().out and "4 more (as_dict())" in str(ckptconv.inspect("a.pt"))
 
 
-# All of them
+# All suggestions
 
 
 @pytest.mark.untraced
 def test_every_suggestion_is_an_option() -> None:
-    """A flag of the command that it stands in, else of some command; and where Python shows it, a keyword."""
+    """A suggested flag belongs to the command in the message, or to any command if there is none. If Python shows the
+    message, the suggestion is also a keyword.
+    """
     found = suggestions()
     assert len(found) > 90
     for each in found:
@@ -215,7 +221,7 @@ def test_every_suggestion_is_an_option() -> None:
 
 
 def test_every_edit_is_an_option() -> None:
-    """Edits are data, and what says them is found by the names of their fields."""
+    """The fields of edits have the names of options, so a message can contain any edit."""
     edits = edits_from(
         state_dict=True, select="x", include="i", exclude=["e", "f"], unwrap=True,
         strip_prefix="s", add_prefix="p", rename=[("o", "n")], dtype=["bf16", "*.w=fp32"],
@@ -229,15 +235,17 @@ def test_every_edit_is_an_option() -> None:
 
 
 @pytest.mark.untraced
-def test_no_flag_stands_in_a_text() -> None:
-    """But in the examples of the help, and where words are looked at before click does it."""
+def test_strings_contain_no_flags() -> None:
+    """No string in the code contains a flag, except for examples in the help, and for words that are read before click
+    reads them.
+    """
     assert flags_in_texts() == [
         f"cli/main.py: {flag}" for flag in ("--to", "--strip-prefix", "--to", "--in-place", "--debug")
     ]
 
 
 def test_parts_are_data() -> None:
-    """What a message suggests can be asked of it; a plain text suggests nothing."""
+    """The options and the command that a message suggests can be read from it. A plain string suggests nothing."""
     message = "try " + option("select", "--to") + " or " + command("diff", "a", "b", Option("unwrap"))
     assert options_in(message) == {"select": "--to"}
     found = command_in(message)
@@ -246,7 +254,9 @@ def test_parts_are_data() -> None:
 
 
 def test_parts_are_not_lost() -> None:
-    """Whoever makes a plain text of a message, but to print it, is caught by every test that comes by."""
+    """In this package, an operation that makes a plain string of a message raises an AssertionError in tests, except in
+    modules that print it.
+    """
     for text in ('f"{message}!"', '"{}".format(message)', 'message.replace("a", "b")', '(message + "x").split()'):
         for module, is_caught in (("ckptconv.edits.rename", True), ("ckptconv.cli.verify", False), ("a.user", False)):
             try:
@@ -268,6 +278,8 @@ def test_parts_are_not_lost() -> None:
     ],
 )
 def test_names_that_programs_take_for_something_else(path: str, word: str) -> None:
-    """An option, a list of files, or with tar another machine, of which it would start a shell: they get a folder."""
+    """A path that a program would read as an option, as a list of files, or with tar as another machine, is written
+    with a folder. tar would start a shell for such a machine.
+    """
     assert shell("tar", "-xf", locate(path)) == f"tar -xf {word}"
     assert command("inspect", locate(path)) == f"ckptconv inspect {word}"

@@ -1,4 +1,4 @@
-"""The package itself: its public names, and what importing it costs."""
+"""The package itself: its public names, and the cost of its import."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import ckptconv
 
 
-def test_each_public_name_is_there() -> None:
-    """The lazy names are those of ``__all__``, beside the errors, which are imported at once."""
+def test_each_public_name_exists() -> None:
+    """``__all__`` contains the lazy names and the errors, which are imported with the package."""
     assert sorted(ckptconv.__all__) == ckptconv.__all__
     errors = {name for name in ckptconv.__all__ if hasattr(ckptconv.errors, name)}
     assert set(ckptconv._HOME_OF) == set(ckptconv.__all__) - errors
@@ -28,11 +28,11 @@ def test_no_other_name() -> None:
 
 
 @pytest.mark.parametrize("name", [each for each in ckptconv.__all__ if inspect.isfunction(getattr(ckptconv, each))])
-def test_functions_say_what_they_take_give_and_raise(name: str) -> None:
-    """In Google style."""
+def test_docstrings_of_functions(name: str) -> None:
+    """The docstring of each public function has the sections of the Google style."""
     text = inspect.getdoc(getattr(ckptconv, name)) or ""
     sections = ["Args", "Returns", "Raises"]
-    if name in ("convert_many", "devices"):  # which raise nothing of ours
+    if name in ("convert_many", "devices"):  # these raise none of our errors
         sections.pop()
     assert [section for section in sections if f"\n{section}:\n" not in text] == []
     assert len(text.splitlines()[0]) <= 100
@@ -42,8 +42,8 @@ CLASSES = [name for name in ckptconv.__all__ if inspect.isclass(getattr(ckptconv
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_classes_say_what_they_have(name: str) -> None:
-    """Each field by its name, and of each method that takes something what it takes and gives."""
+def test_docstrings_of_classes(name: str) -> None:
+    """The name of each field is documented. The docstring of a method with parameters describes them and the result."""
     cls = getattr(ckptconv, name)
     text = inspect.getdoc(cls) or ""
     assert len(text.splitlines()[0]) <= 120
@@ -60,12 +60,12 @@ def test_classes_say_what_they_have(name: str) -> None:
 
 
 def _comments(cls: type) -> str:
-    """What stands in comments for Sphinx above attributes."""
+    """Return the Sphinx comments above the attributes of `cls`."""
     return "\n".join(re.findall(r"(?:^ +#:.*\n)+.*", inspect.getsource(cls), re.MULTILINE))
 
 
 def modules_after(code: str) -> set[str]:
-    """The modules that a fresh interpreter has imported after `code`."""
+    """Return the modules that a fresh interpreter has imported after `code`."""
     command = [
         sys.executable,
         "-c",
@@ -74,15 +74,15 @@ def modules_after(code: str) -> set[str]:
     return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
 
-def test_importing_the_package_imports_next_to_nothing() -> None:
-    """``import ckptconv`` takes the errors and what they need, nothing else of the package."""
+def test_the_package_imports_only_the_errors() -> None:
+    """``import ckptconv`` imports the errors and the modules that they need, but nothing else of the package."""
     modules = modules_after("import ckptconv")
     assert {name for name in modules if name.startswith("ckptconv")} == {"ckptconv", "ckptconv.errors"}
     assert not {"typing", "re", "dataclasses", "enum", "torch"} & modules
 
 
 def test_a_name_imports_what_it_needs() -> None:
-    """The prefixes of a state dict in memory need no reader of files, and no torch."""
+    """``strip_prefix`` works on a state dict in memory, so it imports neither torch nor a reader of files."""
     modules = modules_after("import ckptconv; ckptconv.strip_prefix")
     assert "ckptconv.edits.in_memory" in modules
     assert not {"torch", "ckptconv.tensors.files", "ckptconv.formats.opening"} & modules

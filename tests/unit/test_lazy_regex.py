@@ -1,4 +1,4 @@
-"""A lazy regular expression does what a compiled one does."""
+"""Lazy regular expressions, which behave like compiled ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ckptconv.lazy_regex import regex
 PATTERN = r"(?P<name>a+)b"
 
 
-def test_it_is_compiled_when_it_is_used() -> None:
-    """Once, and not before."""
+def test_compilation_at_the_first_use() -> None:
+    """A lazy expression is compiled once, at its first use."""
     lazy = regex(PATTERN, re.IGNORECASE)
     with mock.patch.object(re, "compile", wraps=re.compile) as compiled:
         assert not compiled.called
@@ -22,8 +22,10 @@ def test_it_is_compiled_when_it_is_used() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in dir(re.Pattern) if not name.startswith("_") and name != "scanner"])
-def test_it_has_what_a_pattern_has(name: str) -> None:
-    """Every public attribute of a pattern in this version of Python, with the same value or results."""
+def test_attributes_of_patterns(name: str) -> None:
+    """A lazy expression has every public attribute of a pattern in this version of Python, with the same value or
+    results.
+    """
     lazy, compiled = getattr(regex(PATTERN), name), getattr(re.compile(PATTERN), name)
     if not callable(compiled):
         assert lazy == compiled

@@ -1,4 +1,4 @@
-"""A light dataclass does what one of the standard library does."""
+"""Light dataclasses, which behave like those of the standard library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 
 def made(decorator: Callable[..., Any], **kind: bool) -> Any:
-    """A class with a field of each sort."""
+    """Return a class with a field of each kind, made by `decorator`."""
 
     class Example:
         shared: ClassVar[int] = 3
@@ -40,7 +40,7 @@ def made(decorator: Callable[..., Any], **kind: bool) -> Any:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What `call` gives as text, or the type of what it raises."""
+    """Return the result of `call` as text, or the type of its exception."""
     try:
         return repr(call()).replace("light", "").replace("heavy", "")
     except (TypeError, AttributeError) as error:
@@ -48,8 +48,10 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 @every_kind
-def test_it_does_what_the_other_does(kind: dict[str, bool]) -> None:
-    """Making, comparing, hashing, printing, changing, replacing, and what is said of the fields."""
+def test_light_and_standard_dataclasses_are_alike(kind: dict[str, bool]) -> None:
+    """Light and standard dataclasses give the same results for creation, comparison, hashing, printing, changes,
+    replacement, and facts about the fields.
+    """
 
     def asked(decorator: Callable[..., Any]) -> list[Any]:
         cls = made(decorator, **kind)
@@ -84,7 +86,7 @@ def test_it_does_what_the_other_does(kind: dict[str, bool]) -> None:
 
 @dataclass(frozen=True)
 class Sent:
-    """One that another process gets."""
+    """A dataclass that is sent to another process."""
 
     size: int
     doubled: int = dataclasses.field(init=False, default=0)
@@ -94,8 +96,8 @@ class Sent:
             raise ValueError("negative")
 
 
-def test_pickling_and_what_a_class_defines_itself() -> None:
-    """What stands in the class stays: its own text, and the check of what it is made of."""
+def test_pickling_and_methods_of_the_class() -> None:
+    """A light dataclass can be pickled. The class keeps its own ``__repr__`` and its check in ``__post_init__``."""
     assert pickle.loads(pickle.dumps(Sent(3))) == Sent(3) != Sent(4)
     assert repr(Sent(3)) == "Sent(size=3, doubled=0)"
     with pytest.raises(ValueError, match="negative"):
@@ -114,10 +116,11 @@ def test_pickling_and_what_a_class_defines_itself() -> None:
 
 
 @every_kind
-def test_a_field_has_every_internal_that_this_python_gives_it(kind: dict[str, bool]) -> None:
-    """A new Python that keeps something else in a field, or calls it otherwise, is noticed here.
+def test_internal_attributes_of_fields(kind: dict[str, bool]) -> None:
+    """A field has the same internal attributes as in the standard library. If a new version of Python has others, this
+    test fails.
 
-    Only ``kw_only`` is used when a class is made and not later.
+    ``kw_only`` is left out, because only the creation of a class uses it.
     """
     names = set(dataclasses.Field.__slots__) - {"kw_only"}
     ours, standard = (
@@ -128,7 +131,9 @@ def test_a_field_has_every_internal_that_this_python_gives_it(kind: dict[str, bo
 
 
 def test_internals_of_the_standard_library() -> None:
-    """The names that are used without being documented exist, and mean what they meant."""
+    """The undocumented names of the standard library that the package uses exist, and have the same meaning as
+    before.
+    """
 
     @dataclasses.dataclass
     class Standard:

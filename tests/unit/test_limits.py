@@ -1,6 +1,6 @@
-"""Each bound on input: a file that is as large as it may be is read, and with the bound one lower it is not.
+"""Limits of inputs: a file at a limit is read, and is refused if the limit is lower by one.
 
-The bounds are made small; a file at the real ones would be gigabytes.
+The limits are small here. A file at the real limits would have gigabytes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from tests.support.writers import distributed
 
 
 class Case(NamedTuple):
-    """A file with `size` of what the bound is on; `kind` and `what` of the error where it is one lower.
+    """A file that takes `size` of a limit, and the `kind` and `what` of the error if the limit is lower by one.
 
-    `run` reads it. `modules`: where the bound is made small, by default everywhere; `others` are set beside it.
+    `run` reads the file. `modules` are the modules in which the limit is set, by default all. `others` are set at the
+    same time.
     """
 
     make: Callable[[Path], Path]
@@ -52,7 +53,7 @@ class Case(NamedTuple):
 
 
 def file(data: bytes, name: str = "m.pt") -> Callable[[Path], Path]:
-    """What writes `data` to a file of that `name`."""
+    """Return a function that writes `data` to a file with that `name`."""
 
     def make(folder: Path) -> Path:
         (folder / name).write_bytes(data)
@@ -62,7 +63,7 @@ def file(data: bytes, name: str = "m.pt") -> Callable[[Path], Path]:
 
 
 def checkpoint(*items: bytes) -> bytes:
-    """A pickle of one tensor, and `items` under keys of their own."""
+    """Return a pickle of one tensor, and of `items` under their own keys."""
     return dict_of(text("w"), tensor(), *(each for i, item in enumerate(items) for each in (text(f"x{i}"), item)))
 
 
@@ -71,12 +72,12 @@ def opcodes(data: bytes) -> int:
 
 
 def nested(levels: int) -> bytes:
-    """Lists in lists, `levels` of them."""
+    """Return the opcodes of so many `levels` of nested lists."""
     return b"]" * levels + b"a" * (levels - 1)
 
 
 def parameters(levels: int) -> bytes:
-    """`levels` calls around each other that make one tensor."""
+    """Return the opcodes of so many `levels` of nested calls that create one tensor."""
     out = tensor()
     for _ in range(levels - 1):
         out = b"ctorch._utils\n_rebuild_parameter\n(" + out + b"\x89ccollections\nOrderedDict\n)RtR"
@@ -84,7 +85,7 @@ def parameters(levels: int) -> bytes:
 
 
 def lengths_of_paths(path: Path) -> int:
-    """All paths of a checkpoint together, in characters."""
+    """Return the total length of all paths of a checkpoint, in characters."""
     found = 0
     real = paths.find_places
 
@@ -111,7 +112,7 @@ def inflate_ratio(data: bytes) -> int:
 
 
 def commented() -> bytes:
-    """An archive in whose directory the first entry has a comment."""
+    """Return an archive whose first directory entry has a comment."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as made:
         for name, data in {"m/data.pkl": GOOD, "m/data/0": bytes(16), "m/version": b"3\n"}.items():
@@ -124,7 +125,7 @@ def commented() -> bytes:
 
 
 def older(key: str, protocol: int = 2) -> bytes:
-    """A file in the older format, with one storage that has this `key`."""
+    """Return a file in the older format, with one storage that has this `key`."""
     parts = storage_id(torch.FloatStorage, key, "cpu", 4), 0, (4,), (1,), False, OrderedDict()
     made = Reduced(torch._utils._rebuild_tensor_v2, parts)
     return legacy_file({"w": made}, {key: (4, bytes(16))}, protocol=protocol)
@@ -140,7 +141,7 @@ SAFETENSORS = struct.pack("<Q", len(HEADER_TEXT)) + HEADER_TEXT + bytes(16)
 
 
 def index(metadata: dict[str, Any], shards: int = 3) -> Callable[[Path], Path]:
-    """A set of so many `shards`."""
+    """Return a function that writes a set of so many `shards`, with `metadata` in its index."""
 
     def make(folder: Path) -> Path:
         torch.save({str(i): torch.ones(2) for i in range(shards)}, folder / "s.pt")
@@ -155,7 +156,7 @@ def index(metadata: dict[str, Any], shards: int = 3) -> Callable[[Path], Path]:
 
 
 def archived(*names: str) -> bytes:
-    """A tar archive of empty files with these `names`."""
+    """Return a tar archive of empty files with these `names`."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
         for name in names:
@@ -168,8 +169,8 @@ def to_safetensors(path: Path) -> None:
 
 
 def said(what: str) -> Callable[[Path], None]:
-    """What reads a file that is no checkpoint: it is to be said of it that it is `what`; the error
-    is raised where it says something else.
+    """Return a function that reads a file that is no checkpoint. It raises the error only if `what` is not in
+    its text.
     """
 
     def run(path: Path) -> None:
@@ -182,7 +183,7 @@ def said(what: str) -> Callable[[Path], None]:
     return run
 
 
-EXPANDED = checkpoint(tensor(None, (10, 4), (0, 1)))  # 160 bytes on 16
+EXPANDED = checkpoint(tensor(None, (10, 4), (0, 1)))  # 160 bytes from 16
 
 CASES: dict[str, Case] = {
     "pickle_bytes": Case(file(torch_zip_of(LONG)), len(LONG), LimitError, "the pickle is too large"),
@@ -307,8 +308,8 @@ CASES: dict[str, Case] = {
 ELSEWHERE = {
     "far_files": "stores/test_far_folders.py::test_too_many_files",
     "far_name": "stores/test_far_folders.py::test_a_list_that_lies",
-    "path_characters": "test_limits.py::test_paths_cost_what_they_say",
-    "path_characters_each": "test_limits.py::test_paths_cost_what_they_say",
+    "path_characters": "test_limits.py::test_the_total_length_of_paths",
+    "path_characters_each": "test_limits.py::test_the_total_length_of_paths",
     "script_words": "formats/test_torchscript.py::test_code_that_says_too_much_is_refused",
     "program_bytes": "formats/test_exported.py::test_a_program_that_is_too_large",
     "script_bytes": "formats/test_torchscript.py::test_a_bomb_of_code_is_refused_before_it_is_inflated",
@@ -347,14 +348,14 @@ ELSEWHERE = {
 
 
 def set_limits(monkeypatch: pytest.MonkeyPatch, limits: Limits, modules: tuple[str, ...] = ()) -> None:
-    """Make `limits` those of `modules`, or of all."""
+    """Set `limits` in `modules`, or in all modules."""
     for name, module in list(sys.modules.items()):
         if name.startswith("ckptconv") and hasattr(module, "LIMITS") and (not modules or name in modules):
             monkeypatch.setattr(module, "LIMITS", limits)
 
 
 def test_every_bound_has_a_test() -> None:
-    """None is added without one, and each stands in the table under its own name."""
+    """Every limit has a test in exactly one of the tables, and the tests in the second table exist."""
     fields = {field.name for field in dataclasses.fields(Limits)}
     assert fields == CASES.keys() | ELSEWHERE.keys() and not CASES.keys() & ELSEWHERE.keys()
     for where in ELSEWHERE.values():
@@ -363,7 +364,7 @@ def test_every_bound_has_a_test() -> None:
 
 
 def test_every_bound_has_a_reason() -> None:
-    """A comment stands before each, or before a group of them."""
+    """There is a comment before each limit, or before a group of limits."""
     lines = Path(sys.modules[Limits.__module__].__file__ or "").read_text().splitlines()
     numbers = [i for i, line in enumerate(lines) if re.match(r"    \w+: int = ", line)]
     assert len(numbers) == len(dataclasses.fields(Limits))
@@ -372,7 +373,7 @@ def test_every_bound_has_a_reason() -> None:
 
 @pytest.fixture
 def assert_bound(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function that reads a file at a bound, and expects an error with the bound one lower."""
+    """Return a function that reads a file at a limit, and expects an error if the limit is lower by one."""
 
     def assert_bound(
         run: Callable[[], object],
@@ -397,16 +398,16 @@ def assert_bound(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_at_the_bound_and_above(tmp_path: Path, assert_bound: Callable[..., None], name: str) -> None:
-    """What is as large as the bound is read; one less of the bound, and it is a typed error that says so."""
+    """A file at a limit is read. If the limit is lower by one, the file is refused with the expected error."""
     case = CASES[name]
     path = case.make(tmp_path)
-    case.run(path)  # and whatever is imported is
+    case.run(path)  # import all modules first
     run = functools.partial(case.run, path)
     assert_bound(run, case.kind, case.what, name, case.size, modules=case.modules, **case.others)
 
 
-def test_paths_cost_what_they_say(tmp_path: Path, assert_bound: Callable[..., None]) -> None:
-    """All paths together have so many characters, and so many more for each opcode."""
+def test_the_total_length_of_paths(tmp_path: Path, assert_bound: Callable[..., None]) -> None:
+    """The total length of all paths is limited to a fixed number of characters, and a number for each opcode."""
     data = checkpoint(nested(5), text("a"), b"]")
     path = file(torch_zip_of(data))(tmp_path)
     length, count = lengths_of_paths(path), opcodes(data)
@@ -417,7 +418,9 @@ def test_paths_cost_what_they_say(tmp_path: Path, assert_bound: Callable[..., No
 
 
 def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a longer or deeper one no dtype is taken; a FIFO in its place is not waited for."""
+    """The dtype of a configuration is ignored if the file is too long or nested too deeply. A FIFO in its place does
+    not block.
+    """
     index({})(tmp_path)
     folder = tmp_path / "set"
     content = json.dumps({"dtype": "float32", "x": "a" * 100, "y": [[[[[]]]]]})
@@ -440,8 +443,8 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_bounds_of_distributed_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assert_bound: Callable[..., None]
 ) -> None:
-    """What a few bytes of it could ask for: places in lists, fields of an object, one list of chunks
-    for many tensors.
+    """The metadata of a run is limited where a few bytes could request much: positions in lists, fields of an object,
+    and one list of chunks for many tensors.
     """
     path = distributed({"x": torch.ones(4), "list": [torch.ones(1)]}, tmp_path / "dcp") / ".metadata"
     run, written = functools.partial(ckptconv.inspect, path.parent), path.read_bytes()
@@ -470,8 +473,10 @@ def test_bounds_of_distributed_metadata(
         run()
 
 
-def test_a_key_of_a_storage_is_at_most_as_long_as_what_is_held(tmp_path: Path) -> None:
-    """64 KiB: a zip cannot have such a name, and the older format, which could, is bound by the same number."""
+def test_the_length_of_storage_keys(tmp_path: Path) -> None:
+    """The older format accepts keys of storages up to 64 KiB. A zip archive cannot contain a record with such a name,
+    so the checkpoint is refused.
+    """
     for length in (LIMITS.inline_bytes, LIMITS.inline_bytes + 1):
         path = tmp_path / "m.pt"
         key = "k" * length
@@ -488,8 +493,9 @@ def test_a_key_of_a_storage_is_at_most_as_long_as_what_is_held(tmp_path: Path) -
 
 
 def test_the_real_bounds_are_those_of_the_page() -> None:
-    """What the documentation promises: 256 MiB and 20 million opcodes of pickle, 1,000 levels, 64 dimensions, a million
-    members, 64 KiB of a key, a hundredfold inflated, 16 times or 1 GiB written out.
+    """The real limits are those of the documentation: 256 MiB and 20 million opcodes of a pickle, 1,000 levels, 64
+    dimensions, a million zip members, 64 KiB of a key, a hundredfold size after inflating, and an output of 16 times
+    the input or 1 GiB.
     """
     assert (LIMITS.pickle_bytes, LIMITS.pickle_opcodes, LIMITS.nesting, LIMITS.rank) == (
         256 << 20,

@@ -1,4 +1,6 @@
-"""Functions fit a screen, take what belongs together as one thing, and name their arguments as they are called."""
+"""Sizes of functions: they fit a screen, have few parameters, and their docstrings name the parameters as in
+the code.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ PUBLIC = {"convert", "diff", "jobs_in", "plan", "save"}
 
 @cache
 def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Each function of the package, and where it stands."""
+    """Return each function of the package, and its position."""
     return [
         (f"{path}:{node.lineno} {node.name}", node)
         for path in sorted(Path(ckptconv.__file__).parent.rglob("*.py"))
@@ -30,12 +32,12 @@ def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
 
 
 def test_functions_fit_a_screen() -> None:
-    """From the line with `def` to the last."""
+    """A function has at most 60 lines, from its `def` to its last line."""
     assert [where for where, node in functions() if (node.end_lineno or 0) - node.lineno >= LINES] == []
 
 
-def test_functions_take_few_things() -> None:
-    """Not counted are `self` and `cls`; what users can ask of a function may be much."""
+def test_functions_have_few_parameters() -> None:
+    """A function has at most eight parameters, without ``self`` and ``cls``. Only some public functions have more."""
     for where, node in functions():
         every = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         every += [each.arg for each in (node.args.vararg, node.args.kwarg) if each]
@@ -49,8 +51,10 @@ def test_functions_take_few_things() -> None:
     assert many == PUBLIC
 
 
-def test_no_argument_stands_in_capitals() -> None:
-    """In a docstring it is `name`. What is typed, as ``OLD=NEW``, and URLs stay what they are."""
+def test_docstrings_do_not_name_parameters_in_capitals() -> None:
+    """A docstring does not name a parameter in capitals. Text in double backquotes, such as ``OLD=NEW``, and the word
+    URL are allowed.
+    """
     found = []
     for where, node in functions():
         text = re.sub(r"``.*?``", "", ast.get_docstring(node) or "", flags=re.DOTALL)

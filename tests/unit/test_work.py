@@ -1,4 +1,4 @@
-"""The budget of work: what is charged, what is granted, and that nobody gets around it."""
+"""The budget of work: its charges and grants, and that every command uses it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
 
 
 def refused_by(verdict: ckptconv.Verdict) -> None:
-    """Raise LimitError if a finding of `verdict` says that the work was used up."""
+    """Raise LimitError if a finding of `verdict` tells that the work was used up."""
     for finding in verdict.findings:
         if "too much work" in str(finding):
             raise LimitError("its contents take too much work", where=finding.where)
 
 
 def test_a_budget_is_that_of_the_outermost_block() -> None:
-    """Blocks inside share it, and after the block there is none."""
+    """Inner blocks share the budget of the outermost block. After this block, the budget is another one."""
     with bounded():
         outer = work()
         with bounded(), gc_paused():
@@ -58,7 +58,9 @@ def test_a_budget_is_that_of_the_outermost_block() -> None:
 
 
 def test_what_is_used_up_stays_used_up() -> None:
-    """An error that is hidden by another one is raised again by the next charge, and by a check."""
+    """After the budget is used up, each charge and each check raises the error again. So an error that another one has
+    hidden is not lost.
+    """
     budget = Work(5)
     budget.charge(5)
     for again in (lambda: budget.charge(1), budget.check, lambda: budget.charge(0)):
@@ -68,7 +70,9 @@ def test_what_is_used_up_stays_used_up() -> None:
 
 @pytest.mark.parametrize("kind", ["a pickle", "pickles in a program", "JSON of a program"])
 def test_deflated_records_are_granted_little(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few deflated bytes can be many opcodes or lists, in one record or in several."""
+    """A few deflated bytes can contain many opcodes or lists, in one record or in several. Therefore they grant little
+    work.
+    """
     path = tmp_path / "a.pt2"
     many = zip_of({"a/data.pkl": b"\x80\x02](" + b"N" * 20_000 + b"e.", "a/version": b"3"}, zipfile.ZIP_DEFLATED)
     if kind == "a pickle":
@@ -99,7 +103,9 @@ def test_deflated_records_are_granted_little(kind: str, tmp_path: Path, monkeypa
 def test_a_long_device_counts_for_each_tensor_that_differs_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`diff` reports both devices of each, and tensors can share the text."""
+    """``diff`` reports both devices of each tensor, so a long device is charged for each tensor, even if the tensors
+    share its text.
+    """
     shared = tensor(storage(tag="d").replace(text("d"), b"h\x00"))
     for name in ("a", "b"):
         data = pickle_of(text(name * 20_000) + b"q\x00", *[shared] * 100)
@@ -111,7 +117,7 @@ def test_a_long_device_counts_for_each_tensor_that_differs_in_it(
 
 
 def test_a_walk_is_charged_for_each_node() -> None:
-    """A walk stops in the middle of the nodes when the budget ends."""
+    """A walk charges each node, and ends with an error when the budget is used up."""
     nodes = Tuple([Tuple([]) for _ in range(10)])
     with bounded():
         work().left = 5
@@ -124,8 +130,8 @@ def test_a_walk_is_charged_for_each_node() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("shape", DEAR)
 def test_every_command_counts(shape: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No command finishes a dear shape on a hundredth of the budget; each ends with an error that names the file, and
-    no output.
+    """With a small budget, no command finishes an expensive file. Each command ends with an error that names the file,
+    and writes no output.
     """
     path = tmp_path / "a.pt"
     path.write_bytes(file_of(shape, 6000)[0])
@@ -153,8 +159,8 @@ def test_every_command_counts(shape: str, command: str, tmp_path: Path, monkeypa
         "objects below deep lists",
     ],
 )
-def test_what_objects_share_counts_for_each(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small file whose objects share one container is refused: each plain form would have all its members."""
+def test_shared_containers_are_charged_each_time(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file whose objects share one container is refused, because each plain form would contain all members."""
     path = tmp_path / "a.pt"
     path.write_bytes(file_of(shape, 6000)[0])
     monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=200_000, work_each=0))
@@ -172,10 +178,12 @@ def test_what_objects_share_counts_for_each(shape: str, tmp_path: Path, monkeypa
         "tensors on a long device",
     ],
 )
-def test_what_optimizers_and_tensors_share_counts_for_each(
+def test_shared_parts_of_optimizers_and_tensors_are_charged_each_time(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`inspect` reads the parameters of all groups and optimizers, and metadata, ties and devices of all tensors."""
+    """``inspect`` reads the parameters of all groups and optimizers, and the metadata, ties and devices of all tensors.
+    Shared content is charged each time.
+    """
     path = tmp_path / "a.pt"
     path.write_bytes(file_of(shape, 6000)[0])
     monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=200_000, work_each=0))
@@ -184,7 +192,7 @@ def test_what_optimizers_and_tensors_share_counts_for_each(
 
 
 def test_a_dict_that_loses_items_at_many_paths(tmp_path: Path) -> None:
-    """The report of what is left out has the paths of all items at all places of their dict, which counts."""
+    """A report contains the paths of all removed items at all positions of their dict, and these paths are charged."""
     shared = {str(i): i for i in range(1000)}
     path = tmp_path / "a.pt"
     torch.save({"x": shared, "y": [shared] * 1000}, path)
@@ -193,7 +201,7 @@ def test_a_dict_that_loses_items_at_many_paths(tmp_path: Path) -> None:
 
 
 def test_states_of_which_an_attribute_is_left_out(tmp_path: Path) -> None:
-    """An object can have any number of states, which are looked at for each attribute."""
+    """An object can have any number of states, which are searched for each attribute. This search is charged."""
     state = b"}(" + b"".join(text(str(i)) + b"K\1" for i in range(1000)) + b"ub"
     path = tmp_path / "a.pt"
     path.write_bytes(torch_zip_of(dict_of(text("x"), b"cargparse\nNamespace\n)R" + state + b"Nb" * 5000)))
@@ -202,7 +210,7 @@ def test_states_of_which_an_attribute_is_left_out(tmp_path: Path) -> None:
 
 
 def test_shapes_that_a_list_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The groups of shapes of DeepSpeed are read once each, also if a list has one of them many times."""
+    """A group of shapes of DeepSpeed is read once, even if a list contains it many times."""
     path, shapes = tmp_path / "a.pt", {f"w{i}": torch.Size([1]) for i in range(100)}
     torch.save({"module": {"w": torch.zeros(1)}, "param_shapes": [shapes] * 100}, path)
     taken = 0
@@ -219,8 +227,8 @@ def test_shapes_that_a_list_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert taken < 20 * 100
 
 
-def test_a_list_in_many_lists_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks for a state dict where there is none is told so, also if a long list has many places."""
+def test_a_list_in_many_lists_is_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list with many positions is searched for a state dict only once, before the error tells that there is none."""
     path = tmp_path / "a.pt"
     path.write_bytes(file_of("a list in lists", 4000)[0])
     taken = 0
@@ -259,7 +267,7 @@ def steps_of(budget: Work) -> int:
 
 
 def test_ordinary_files_are_far_from_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state dict takes less than a tenth of what its bytes alone grant, in each command."""
+    """In each command, a state dict takes less than a tenth of the work that its bytes grant."""
     path = tmp_path / "a.pt"
     torch.save({f"layers.{i}.weight": torch.zeros(1) for i in range(2000)}, path)
     for command in ("inspect", "verify", "convert", "diff"):
@@ -269,7 +277,9 @@ def test_ordinary_files_are_far_from_the_limit(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_trial_takes_nothing_from_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`inspect` reads a file again, to try whether `loadable` helps. It has enough steps if each reading alone has."""
+    """``inspect`` reads a file a second time, to try whether ``loadable`` helps. The limit only has to suffice for each
+    reading by itself.
+    """
     path = tmp_path / "a.pt"
     torch.save([argparse.Namespace(a=i) for i in range(500)], path)
     made = budgets(lambda: ckptconv.inspect(path), monkeypatch)
@@ -278,8 +288,10 @@ def test_a_trial_takes_nothing_from_the_budget(tmp_path: Path, monkeypatch: pyte
     assert "it is only data" in str(ckptconv.inspect(path))
 
 
-def test_steps_are_told_while_they_are_watched() -> None:
-    """At the start, for every thousand items and at the end; otherwise the items are what was given."""
+def test_steps_are_reported_while_they_are_watched() -> None:
+    """The steps are reported at the start, after each thousand items, and at the end. If nobody watches, the items are
+    returned as they are.
+    """
     told: list[tuple[str, int, int]] = []
     items = range(2500)
     with watched(lambda *said: told.append(said)):

@@ -1,7 +1,8 @@
-"""Make Python on Linux lack what it lacks on macOS. With this folder in PYTHONPATH, each process imports this module.
+"""Python on Linux without the names that Python on macOS lacks. Each process imports this module if its folder is in
+PYTHONPATH.
 
-Names are removed from ``os`` and from other modules, as far as typeshed knows them, except ``sched_getaffinity``, which
-mypy calls on Linux. Renames and flushes are done by the calls of macOS, which stand-ins make from those of Linux.
+The names that typeshed lists are removed from ``os`` and other modules, except ``sched_getaffinity``, which mypy calls
+on Linux. Renames and flushes use the calls of macOS, which replacements implement with those of Linux.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ AFTER = {
 
 
 class _Finder:
-    """Find the modules of :data:`AFTER`, and change them when they are imported."""
+    """A finder that changes the modules of :data:`AFTER` when they are imported."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

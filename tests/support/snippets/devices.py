@@ -1,4 +1,4 @@
-"""Send devices to devices."""
+"""Map devices to other devices."""
 
 import ckptconv
 

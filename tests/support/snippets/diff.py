@@ -1,4 +1,4 @@
-"""What a fine-tuned model changed, and whether two files are the same."""
+"""Compare two files: find the tensors that fine-tuning changed, and test whether files are the same."""
 
 import ckptconv
 

@@ -1,4 +1,4 @@
-"""Every error has one base, one line for people, and its parts for programs."""
+"""Catch errors: all have one base class, a message, and its parts as attributes."""
 
 import ckptconv
 

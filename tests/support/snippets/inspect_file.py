@@ -1,4 +1,4 @@
-"""What is in a file."""
+"""Inspect the contents of a file."""
 
 import ckptconv
 

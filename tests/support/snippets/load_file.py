@@ -1,4 +1,4 @@
-"""Real tensors, wherever there is room for them."""
+"""Load tensors on any device that is available."""
 
 import torch
 

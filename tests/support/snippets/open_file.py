@@ -1,4 +1,4 @@
-"""Single tensors of a file that does not fit into memory."""
+"""Load single tensors of a file that does not fit into memory."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Prefixes of a state dict in memory."""
+"""Strip and add prefixes of a state dict in memory."""
 
 import torch
 

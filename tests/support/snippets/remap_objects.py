@@ -1,4 +1,4 @@
-"""Move a model and its optimizer."""
+"""Move a model and its optimizer to another device."""
 
 import torch
 

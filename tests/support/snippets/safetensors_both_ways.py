@@ -1,4 +1,4 @@
-"""To safetensors and back."""
+"""Convert a checkpoint to safetensors and back."""
 
 import ckptconv
 

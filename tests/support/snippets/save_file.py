@@ -1,4 +1,4 @@
-"""Save a model, so that the old file is there until the new one is."""
+"""Save a model. The old file remains until the new one is complete."""
 
 import torch
 

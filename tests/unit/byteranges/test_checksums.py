@@ -1,4 +1,4 @@
-"""Checksums beside the copy: computed in threads, checked where a range says what they should be."""
+"""Tests of checksums that threads compute during a copy. They are compared with the checksums that ranges contain."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def span(source: Source, start: int, end: int, crc32: int | None = None) -> Byte
     return ByteRange(source, start, end - start, crc32)
 
 
-def test_sums_are_zlibs_in_the_order_of_the_spans(source: Source) -> None:
-    """Large and small and empty ranges, more of them than threads."""
+def test_checksums_equal_those_of_zlib(source: Source) -> None:
+    """The results are the checksums of zlib in the order of the spans, for large, small and empty ranges."""
     ends = [0, 1, 7, 5_000_000, 3_000_000, 12, 4_999_999, 2]
     with Sums([span(source, 0, end) for end in ends]) as sums:
         assert list(sums.results()) == [zlib.crc32(DATA[:end]) for end in ends]
@@ -40,17 +40,19 @@ def test_sums_are_zlibs_in_the_order_of_the_spans(source: Source) -> None:
 
 
 @pytest.mark.parametrize("ends", [[], [10, 1000]])
-def test_next_to_nothing_to_sum_starts_no_thread(
+def test_no_thread_is_started_for_small_ranges(
     ends: list[int], source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A conversion that knows its checksums pays nothing, and one of a small file has them sooner without."""
+    """No thread is started if there are no ranges or only small ones, because this is faster."""
     monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=AssertionError("a thread was started")))
     with Sums([span(source, 0, end) for end in ends]) as sums:
         assert list(sums.results()) == [zlib.crc32(DATA[:end]) for end in ends]
 
 
-def test_a_range_that_is_damaged(source: Source) -> None:
-    """The error says where, what was expected and what was found, and the threads are gone."""
+def test_damaged_range_is_reported(source: Source) -> None:
+    """The error for a damaged range contains its position and the expected checksum. The threads end after the
+    error.
+    """
     wrong = zlib.crc32(DATA[10:20]) ^ 1
     spans = [span(source, 0, 5_000_000), span(source, 10, 20, wrong), span(source, 0, 3)]
     before = threading.active_count()
@@ -60,7 +62,9 @@ def test_a_range_that_is_damaged(source: Source) -> None:
 
 
 def test_bytes_in_several_ranges_are_read_once(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts, and all of what they are parts of, which has the checksum, get theirs from one reading."""
+    """Ranges that are parts of a larger range with a checksum are read once together with it. Damage of the larger
+    range is reported.
+    """
     nbytes: list[int] = []
     original = Source.read_into
 
@@ -83,14 +87,16 @@ def test_bytes_in_several_ranges_are_read_once(source: Source, monkeypatch: pyte
         sums.results()
 
 
-def test_an_error_of_reading_reaches_who_asks(source: Source) -> None:
-    """A file that became shorter is said to have."""
+def test_read_error_is_raised_by_results(source: Source) -> None:
+    """If the file became shorter, the error is raised by ``results``."""
     with Sums([span(source, 0, len(DATA) + 5)]) as sums, pytest.raises(InputChangedError, match="shorter"):
         sums.results()
 
 
-def test_leaving_ends_the_threads(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C does not wait for gigabytes: a thread stops at its next megabyte."""
+def test_end_of_context_stops_threads(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the context ends, each thread stops after its current chunk. Therefore Ctrl-C does not wait for
+    gigabytes.
+    """
     began = threading.Event()
     original = Source.read_into
 
@@ -108,8 +114,8 @@ def test_leaving_ends_the_threads(source: Source, monkeypatch: pytest.MonkeyPatc
     assert not sums._found
 
 
-def test_what_is_damaged_is_no_output(source: Source, tmp_path: Path) -> None:
-    """A wrong checksum of a range that is copied leaves the old file and no temporary."""
+def test_damaged_range_is_not_written(source: Source, tmp_path: Path) -> None:
+    """If a copied range has a wrong checksum, the old file remains and no temporary file is left."""
     target = tmp_path / "target"
     target.write_bytes(b"old")
     whole = span(source, 0, len(DATA), zlib.crc32(DATA) ^ 1)
@@ -120,8 +126,10 @@ def test_what_is_damaged_is_no_output(source: Source, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_late_pieces_get_the_sums(source: Source, tmp_path: Path, verify: bool) -> None:
-    """They stand where the plan has them, before and behind the data, and are read back like the rest."""
+def test_late_pieces_contain_checksums(source: Source, tmp_path: Path, verify: bool) -> None:
+    """Pieces that contain checksums are written at their positions before and after the data. With `verify`, they are
+    read back like the rest.
+    """
     first, second = span(source, 0, 1000), span(source, 5, 4_000_000)
     front = Deferred(8, lambda sums: b"".join(n.to_bytes(4, "little") for n in sums))
     back = Deferred(4, lambda sums: sums[1].to_bytes(4, "big"))
@@ -137,7 +145,9 @@ def test_late_pieces_get_the_sums(source: Source, tmp_path: Path, verify: bool) 
 
 
 def test_a_late_piece_of_another_length_is_a_bug(source: Source, tmp_path: Path) -> None:
-    """It would overwrite what follows it."""
+    """A late piece with another length than planned is an internal error, because it would overwrite the bytes after
+    it.
+    """
     file = OutFile(tmp_path / "target", (Deferred(2, lambda sums: b"abc"), Literal(b"xyz")), 5)
     with pytest.raises(OutputError, match="bug"):
         output_files.write(file, source, replace=False, verify=False)
@@ -145,7 +155,7 @@ def test_a_late_piece_of_another_length_is_a_bug(source: Source, tmp_path: Path)
 
 
 def test_a_system_that_gives_no_threads(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks for the sums computes them."""
+    """If the system cannot start a thread, ``results`` computes the checksums itself."""
     monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
     with Sums([span(source, 0, 5), span(source, 3, 4_000_000)]) as sums:
         assert list(sums.results()) == [zlib.crc32(DATA[:5]), zlib.crc32(DATA[3:4_000_000])]

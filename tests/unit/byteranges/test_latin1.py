@@ -1,4 +1,4 @@
-"""Bytes that a text says, read by position."""
+"""Tests of bytes that are stored as a text with one character for each byte, and that are read by position."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ckptconv.errors import MalformedError
 
 
 def said(text: bytes, before: bytes = b"") -> Latin1Text:
-    """What stands behind `before` in a file, as bytes."""
+    """Return the bytes that `text` represents, in a file in which `before` precedes it."""
     return Latin1Text(ByteRange(BytesSource(before + text, Path("a.pt")), len(before), len(text)))
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 64])
-def test_every_byte_at_every_place(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Wherever the steps end, within characters too."""
+def test_all_ranges_can_be_read(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Each range of the bytes can be read, also if a step ends within a character."""
     monkeypatch.setattr(reading, "_STEP", step)
     chance = random.Random(step)
     data = bytes(chance.choice((chance.randrange(128), chance.randrange(256))) for _ in range(200))
@@ -37,15 +37,15 @@ def test_every_byte_at_every_place(monkeypatch: pytest.MonkeyPatch, step: int) -
 
 
 @pytest.mark.parametrize("text", ["aĀ".encode(), "\U0001f600".encode(), b"a\xff", b"\x80", b"a\xc3"])
-def test_what_says_no_bytes(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
-    """Characters above 255, and what is no UTF-8, wherever steps end."""
+def test_text_that_represents_no_bytes_is_refused(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    """Characters above 255 and invalid UTF-8 are refused, for all sizes of steps."""
     for step in (1, 2, 100):
         monkeypatch.setattr(reading, "_STEP", step)
         with pytest.raises(MalformedError, match=r"^a\.pt: a text that encodes bytes has characters"):
             said(text)
 
 
-def test_nothing() -> None:
-    """No bytes."""
+def test_empty_text() -> None:
+    """An empty text represents no bytes."""
     assert said(b"").size == 0
     assert said(b"").read(0, 0) == b""

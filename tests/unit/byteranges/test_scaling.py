@@ -1,4 +1,6 @@
-"""Codes times scales and rounding: NumPy and torch compute the same bits, in windows of any size."""
+"""Tests of the product of codes and scales, and of rounding. NumPy and torch compute the same bits, in windows of any
+size.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ FLOAT8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 
 @pytest.fixture
 def without_numpy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A call after which NumPy cannot be imported."""
+    """Yield a function after whose call NumPy cannot be imported."""
     yield lambda: (monkeypatch.setattr(rounding, "numpy", lambda: None), scaling._arrays.cache_clear(),
                    monkeypatch.setattr(scaling, "numpy", lambda: None))  # fmt: skip
     scaling._arrays.cache_clear()
 
 
 def piece(codes: str, scales: str, matrix: tuple[int, int, int], block: tuple[int, int], **more: Any) -> Scaled:
-    """A weight of random codes and scales, among which every byte is."""
+    """Return a weight of random codes and scales."""
     n, rows, columns = matrix
     grid = n * -(-rows // block[0]) * -(-columns // block[1]) * (4 if scales == "float32" else 1)
     if scales in ("bfloat16", "float16"):
@@ -51,7 +53,7 @@ PIECES = [
 
 
 def values(each: Scaled, window: int = 1 << 22) -> bytes:
-    """The bytes of `each`, which are read `window` at a time."""
+    """Return the bytes of `each`, which are read `window` at a time."""
     out = bytearray(each.length)
     for at in range(0, each.length, window):
         scaling.read_scaled(each, at, memoryview(out)[at : at + window])
@@ -59,8 +61,8 @@ def values(each: Scaled, window: int = 1 << 22) -> bytes:
 
 
 @pytest.mark.parametrize("each", PIECES)
-def test_torch_computes_the_same(each: Scaled, without_numpy: Any) -> None:
-    """Every bit, also of NaN, and where a window begins and ends does not matter."""
+def test_numpy_and_torch_compute_the_same_bits(each: Scaled, without_numpy: Any) -> None:
+    """NumPy and torch compute the same bits, including NaNs. The size of the windows does not change the result."""
     found = values(each)
     assert values(each, 404) == values(each, 4096) == found
     assert b"\x00\x00\xc0\x7f" in found or each.length < 100 or each.transposed
@@ -70,8 +72,8 @@ def test_torch_computes_the_same(each: Scaled, without_numpy: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT8, "float8_e8m0fnu"])
-def test_every_code(dtype: str) -> None:
-    """The table of a dtype has the numbers of torch, and one NaN."""
+def test_table_contains_all_codes(dtype: str) -> None:
+    """The table of a dtype contains the numbers of torch for every code, and one bit pattern for all NaNs."""
     wanted = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype)).float()
     wanted[wanted.isnan()] = torch.nan
     found = torch.frombuffer(scaling._table(dtype), dtype=torch.float32).view(256, 256, 2)
@@ -82,7 +84,9 @@ def test_every_code(dtype: str) -> None:
 @pytest.mark.parametrize("shown", [(), ((3, 200), (1000, 70_000))])
 @pytest.mark.parametrize("most", [8, 1000, 1 << 20])
 def test_rounding(most: int, shown: tuple[tuple[int, int], ...]) -> None:
-    """Every exponent with the mantissas that matter: the bits of CastBuffer, and as many that are too large."""
+    """Rounding to bfloat16 gives the same bits and the same number of overflows as CastBuffer, for every exponent with
+    the mantissas that matter.
+    """
     numbers = patterns("float32").numpy().tobytes() * 5  # more than is rounded at once
     numbers = numbers[: len(numbers) if most > 8 else 4000]
     of = ByteRange(None, 0, len(numbers))  # type: ignore[arg-type]
@@ -93,7 +97,9 @@ def test_rounding(most: int, shown: tuple[tuple[int, int], ...]) -> None:
 
 
 def test_what_needs_torch(without_numpy: Any) -> None:
-    """Only float32 in the usual order that becomes bfloat16, and scales, do not."""
+    """With NumPy, scaled weights and a cast of float32 in the usual byte order to bfloat16 do not need torch. Other
+    casts do.
+    """
     of = Literal(bytes(8))
     usual = Cast(of, "float32", "bfloat16", 4)
     others: list[Piece] = [
@@ -107,8 +113,8 @@ def test_what_needs_torch(without_numpy: Any) -> None:
     assert all(map(needs_torch, [usual, *PIECES, *scaled])) and not needs_torch(of)
 
 
-def test_rows_of_which_some_columns_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts of any size, from a literal or a file."""
+def test_some_columns_of_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a read covers only some columns of the rows, the size of the internal windows does not change the result."""
     each = PIECES[-1]
     found = values(each)
     for window in (1, 40, 1000):
@@ -118,7 +124,9 @@ def test_rows_of_which_some_columns_are_read(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("dtype", [*FLOAT8, "fp4"])
 def test_steps(dtype: str) -> None:
-    """A step is the distance to the next larger number, but of the largest number, to the one before."""
+    """The step of a number is the distance to the next larger number. The step of the largest number is the distance to
+    the one before it.
+    """
     byte = range(8) if dtype == "fp4" else range(128)
     numbers, steps = (
         torch.frombuffer(scaling._table(name), dtype=torch.float32).view(-1, 2)[: len(byte), 0]

@@ -1,4 +1,4 @@
-"""The input file: what is refused before it is opened, and what happens when it changes under the reader."""
+"""Tests of the input file: files that are refused before they are opened, and files that change while they are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.no_files import NO_FILES
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file of ten bytes."""
+    """Return the path of a file of ten bytes."""
     path = tmp_path / "m.pt"
     path.write_bytes(b"0123456789")
     return path
@@ -30,26 +30,28 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source(path: Path) -> Iterator[Source]:
-    """That file, open."""
+    """Yield the file at `path` as an open source."""
     with Source(path) as source:
         yield source
 
 
-def test_reads_exactly_what_is_asked(source: Source) -> None:
-    """Any range, up to the last byte; nothing of length 0."""
+def test_read_returns_requested_range(source: Source) -> None:
+    """A read returns exactly the requested range, up to the last byte. A range of length 0 is empty."""
     assert source.size == 10
     assert (source.read(0, 10), source.read(8, 2), source.read(10, 0)) == (b"0123456789", b"89", b"")
 
 
 def test_short_reads_are_continued(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may give fewer bytes than were asked for."""
+    """A read continues if the system returns fewer bytes than requested."""
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, length, offset: pread(fd, min(length, 3), offset))
     assert source.read(1, 8) == b"12345678"
 
 
-def test_a_window_reads_ahead_except_from_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short reads that follow each other are one read. Damage behind the bytes that are needed is no fault."""
+def test_window_reads_ahead_despite_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consecutive short reads are served by one read ahead. Damage that the read ahead finds after the requested bytes
+    is not an error.
+    """
     content = bytes(i % 251 for i in range(100_000))
     (tmp_path / "m.pt").write_bytes(content)
     reads, faults, pread = [0], CollectingSink(), os.pread
@@ -89,9 +91,9 @@ def bind_socket(path: Path) -> None:
     ],
     ids=["folder", "FIFO", "device", "socket"],
 )
-def test_what_is_no_file_is_refused(here: Path, put: Callable[[Path], object], what: str) -> None:
-    """Said as it is. Opening a FIFO for reading would wait for a writer; /dev/null is empty and endless at once; a
-    socket cannot be opened at all.
+def test_other_kinds_of_files_are_refused(here: Path, put: Callable[[Path], object], what: str) -> None:
+    """A folder, a FIFO, a device and a socket are refused with their kind. Opening a FIFO for reading would wait for a
+    writer.
     """
     put(Path("thing"))
     with pytest.raises(InputError, match=what):
@@ -101,7 +103,7 @@ def test_what_is_no_file_is_refused(here: Path, put: Callable[[Path], object], w
 def test_a_fifo_that_takes_the_files_place_is_refused_without_waiting(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look at the name and its opening; nothing stays open."""
+    """A FIFO that replaces the file before it is opened is refused without waiting. The descriptor is closed."""
     os.mkfifo(tmp_path / "fifo")
     regular = os.stat(path)
     free = os.open(path, os.O_RDONLY)
@@ -115,7 +117,7 @@ def test_a_fifo_that_takes_the_files_place_is_refused_without_waiting(
 
 
 def test_a_link_to_a_file_is_that_file(path: Path) -> None:
-    """Hub caches are links."""
+    """A link to a file is read as that file, because the caches of the Hub consist of links."""
     link = path.with_name("link.pt")
     link.symlink_to(path)
     with Source(link) as source:
@@ -125,8 +127,10 @@ def test_a_link_to_a_file_is_that_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing.pt", "no/such/folder.pt", "m.pt/x", "a" * 300, "loop"])
-def test_what_is_not_there_is_an_input_error(path: Path, name: str) -> None:
-    """No file, no folder, a file as a folder, a name that is too long, a link to itself."""
+def test_missing_file_is_an_input_error(path: Path, name: str) -> None:
+    """A missing file or folder, a file used as a folder, a name that is too long, and a link to itself are input
+    errors.
+    """
     path.with_name("loop").symlink_to("loop")
     with pytest.raises(InputError, match="cannot be read: ") as caught:
         Source(path.parent / name)
@@ -134,20 +138,20 @@ def test_what_is_not_there_is_an_input_error(path: Path, name: str) -> None:
 
 
 def test_a_path_with_nul_is_an_input_error() -> None:
-    """Python raises ValueError for it."""
+    """A path with NUL is an input error, although Python raises ValueError."""
     with pytest.raises(InputError, match="this path cannot exist"):
         Source("m\0.pt")
 
 
 def test_a_file_without_permission_is_an_input_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """root reads everything, so the refusal is played."""
+    """A file without read permission is an input error. The error is simulated, because root can read every file."""
     monkeypatch.setattr(os, "open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(InputError, match="cannot be read: Permission denied"):
         Source(path)
 
 
 def test_a_read_that_fails_is_an_input_error(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bad sector: named with its place."""
+    """The error for a bad sector contains the position."""
     monkeypatch.setattr(os, "pread", mock.Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(InputError, match="at byte 4: cannot be read: Input/output error"):
         source.read(4, 2)
@@ -157,7 +161,9 @@ def test_a_read_that_fails_is_an_input_error(source: Source, monkeypatch: pytest
 def test_a_small_file_is_read_at_once(
     path: Path, most: int, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system is asked once for all of it; where that fails, for each part, of which some may be readable."""
+    """A small file is read completely with one call. If that call fails, each part is read separately, because some
+    parts may be readable.
+    """
     path.write_bytes(bytes(range(100)))
     real, asked = os.pread, []
 
@@ -175,7 +181,7 @@ def test_a_small_file_is_read_at_once(
 
 @pytest.mark.parametrize("size", [0, 9])
 def test_a_file_that_became_shorter_is_an_input_changed_error(source: Source, path: Path, size: int) -> None:
-    """Cut while it is open: reading beyond the new end, and the check at the end, both say so."""
+    """If the file is truncated while it is open, a read beyond the new end and the final check both report it."""
     os.truncate(path, size)
     with pytest.raises(InputChangedError, match="became shorter"):
         source.read(5, 5)
@@ -184,21 +190,23 @@ def test_a_file_that_became_shorter_is_an_input_changed_error(source: Source, pa
 
 
 def test_an_untouched_file_is_unchanged(source: Source) -> None:
-    """Reading changes nothing that is checked."""
+    """Reading does not change the properties that the final check compares."""
     source.read(0, 10)
     source.check_unchanged()
 
 
 def test_a_touched_file_is_changed(source: Source, path: Path) -> None:
-    """The same size, another modification time: it may have been rewritten in place."""
+    """A file with another modification time has changed, also if its size is the same. It may have been rewritten in
+    place.
+    """
     later = os.stat(path).st_mtime_ns + 1
     os.utime(path, ns=(later, later))
     with pytest.raises(InputChangedError, match="mtime_ns"):
         source.check_unchanged()
 
 
-def test_a_file_that_is_replaced_by_name_is_read_on(source: Source, path: Path) -> None:
-    """The open file is still the old one, whole."""
+def test_replaced_file_is_still_read(source: Source, path: Path) -> None:
+    """If another file takes the name, the open file is still the complete old one."""
     other = path.with_name("other")
     other.write_bytes(b"x")
     os.replace(other, path)
@@ -207,7 +215,7 @@ def test_a_file_that_is_replaced_by_name_is_read_on(source: Source, path: Path) 
 
 
 def test_closing_twice_is_harmless(path: Path) -> None:
-    """The second time, the number may belong to another file."""
+    """Closing a source twice does not close another file whose descriptor has the same number."""
     source = Source(path)
     source.close()
     with path.open("rb") as other:
@@ -217,7 +225,7 @@ def test_closing_twice_is_harmless(path: Path) -> None:
 
 @pytest.fixture
 def part(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Readable]:
-    """That file as one of more files than may be open."""
+    """Yield the file at `path` as a part, as if more files than allowed were open."""
     resource = pytest.importorskip("resource")
     with monkeypatch.context() as limited:
         limited.setattr(resource, "getrlimit", lambda _: (2, 2))
@@ -245,7 +253,7 @@ def put_a_fifo(path: Path) -> None:
 
 @contextlib.contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Somebody changes the file in place."""
+    """Lock the file at `path` as a process that changes it in place does."""
     fd = os.open(path, os.O_RDWR)
     try:
         lock_exclusive(fd, path)
@@ -257,7 +265,7 @@ def changing(path: Path) -> Iterator[None]:
 def test_a_part_is_open_only_while_it_is_read(
     part: Readable, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is locked then, and not in between. Where the current folder is another one by then does not matter."""
+    """A part is open and locked only while it is read. A change of the current folder does not matter."""
     monkeypatch.chdir(tmp_path)
     pread, refused = os.pread, []
 
@@ -280,7 +288,9 @@ def test_a_part_is_open_only_while_it_is_read(
 
 @pytest.mark.parametrize("change", [rewrite, replace, Path.unlink, put_a_fifo, changing])
 def test_a_part_that_is_another_file_by_now(part: Readable, path: Path, change: Callable[[Path], object]) -> None:
-    """Each way to read it is an error, which says that nothing is damaged: it could not be read."""
+    """If the file of a part was replaced, removed or changed, or is being changed, every way to read it raises
+    UnreadableError, and no bytes are returned.
+    """
     done = change(path)
     with done if change is changing else contextlib.nullcontext():  # type: ignore[attr-defined]
         buffer = bytearray(3)
@@ -293,8 +303,8 @@ def test_a_part_that_is_another_file_by_now(part: Readable, path: Path, change: 
         assert buffer == bytes(3)
 
 
-def test_a_part_is_read_by_threads_at_once(part: Readable, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each read has a descriptor of its own: one that ends takes none from another."""
+def test_part_is_read_by_two_threads(part: Readable, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads can read a part at the same time, because each read has its own descriptor."""
     pread, both = os.pread, threading.Barrier(2)
     fds: list[int] = []
 
@@ -315,7 +325,7 @@ def test_a_part_is_read_by_threads_at_once(part: Readable, path: Path, monkeypat
 
 
 def test_a_part_that_is_closed_is_not_read(part: Readable) -> None:
-    """It does not open its file again."""
+    """A closed part does not open its file again."""
     part.close()
     with pytest.raises(UnreadableError):
         part.read(0, 3)

@@ -1,4 +1,4 @@
-"""What pieces say of themselves. The bytes of their parts are what slicing gives, whatever they are made of."""
+"""Tests of the properties of pieces. The bytes of a part equal a slice of the bytes, for all kinds of pieces."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ from tests.support.pieces import KINDS, RAW, bytes_of, every_data, numbers_in
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    """The numbers, after seven bytes; behind them, deflated."""
+    """Yield a file that contains seven bytes, the numbers, and the deflated numbers."""
     with Source(numbers_in(tmp_path_factory.mktemp("elements") / "numbers")) as source:
         yield source
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.integers(0, 96), st.integers(0, 96))
-def test_a_part_is_what_a_slice_is(source: Source, kind: str, first: int, last: int) -> None:
-    """From any element to any other, over the seams of a chain too; the whole is the storage's own data."""
+def test_part_equals_slice(source: Source, kind: str, first: int, last: int) -> None:
+    """A part from any element to any other has the bytes of the slice, also across the boundaries of a chain. The
+    complete part is the data itself.
+    """
     data, wanted = every_data(source)[kind]
     width = 8 if kind.startswith("cast") else 4
     start, stop = (width * n for n in sorted((first, last)))
@@ -50,8 +52,10 @@ def test_a_part_is_what_a_slice_is(source: Source, kind: str, first: int, last: 
     assert data.slice(0, data.length) is data
 
 
-def test_what_has_the_checksum(source: Source) -> None:
-    """The whole range, however it was taken apart and cast; what is deflated has its own."""
+def test_range_of_the_checksum(source: Source) -> None:
+    """The checksum belongs to the complete range, also if the range is divided or cast. Inflated data has no such
+    range.
+    """
     every = every_data(source)
     span = every["span"][0]
     for kind in ("span", "chain", "cast span", "cast chain"):
@@ -59,8 +63,10 @@ def test_what_has_the_checksum(source: Source) -> None:
     assert every["inflate"][0].stored() is every["cast inflate"][0].stored() is None
 
 
-def test_what_is_inflated_into_a_file(source: Source) -> None:
-    """What is read at any place, alone or as what is cast; what is read from its start is not."""
+def test_data_that_is_inflated_into_a_file(source: Source) -> None:
+    """Data that is read at arbitrary positions, or is cast from such data, is inflated into a file first. Data that is
+    read from its start is not.
+    """
     data = every_data(source)["inflate"][0]
     assert isinstance(data, Inflate)
     part, gather = InflateSlice(data, 4, 8), Gather(data, 4, (2,), (2,), 0, 8)
@@ -76,8 +82,10 @@ def test_what_is_inflated_into_a_file(source: Source) -> None:
         assert piece.spooled() is wanted
 
 
-def test_what_is_known_before_anything_is_written(source: Source) -> None:
-    """Bytes of our own and ranges; what is computed, inflated or waits for checksums is not. Those make bytes of it."""
+def test_pieces_that_are_known_before_writing(source: Source) -> None:
+    """Literals and ranges are known before anything is written. Casts, inflated data and pieces that need checksums are
+    not. A deferred piece becomes a literal when it gets the checksums.
+    """
     every = every_data(source)
     late = Deferred(8, lambda sums: bytes(sums))
     ready = {kind for kind, (data, _) in every.items() if data.is_at_hand()}
@@ -85,8 +93,8 @@ def test_what_is_known_before_anything_is_written(source: Source) -> None:
     assert late.resolved([1, 2]) == Literal(b"\1\2") and all(each.resolved([]) is each for each, _ in every.values())
 
 
-def test_what_lies_side_by_side_is_one(source: Source) -> None:
-    """Literals, and ranges of one source; a chain by its parts."""
+def test_adjacent_pieces_are_joined(source: Source) -> None:
+    """Adjacent literals and adjacent ranges of one source are joined, and a chain is replaced with its parts."""
     first, second = ByteRange(source, 7, 3), ByteRange(source, 10, 5)
     chain = Concat((second, first), None, 8)
     assert joined([Literal(b"a"), Literal(b"b"), first, chain, Literal(b"c")]) == (
@@ -99,16 +107,16 @@ def test_what_lies_side_by_side_is_one(source: Source) -> None:
     assert Literal(b"abcd").slice(1, 2) == Literal(b"bc")
 
 
-def test_damage_is_seen_in_what_is_cast(source: Source) -> None:
-    """A range with a checksum, read while it is cast, is compared with it; a part of one cannot be."""
+def test_damage_is_found_during_a_cast(source: Source) -> None:
+    """A range with a checksum is checked while it is cast. A part of such a range cannot be checked."""
     span = ByteRange(source, 7, len(RAW), zlib.crc32(RAW) ^ 1)
     with pytest.raises(errors.MalformedError, match="damaged"):
         bytes_of(Cast(span, "float32", "float16", len(RAW) // 2))
     assert len(bytes_of(Cast(span.slice(4, 40), "float32", "float16", 20))) == 20
 
 
-def test_what_is_made_as_a_whole_has_no_parts(source: Source) -> None:
-    """Nobody asks for a part of what is made for one tensor, or for the file; all of it is a piece."""
+def test_gathered_and_deferred_pieces_have_no_parts(source: Source) -> None:
+    """A gathered or deferred piece can be requested only as a whole, because no caller needs a part of it."""
     span = ByteRange(source, 7, 16)
     pieces: list[Piece] = [
         Gather(span, 4, (2,), (2,), 0, 8),
@@ -120,8 +128,8 @@ def test_what_is_made_as_a_whole_has_no_parts(source: Source) -> None:
             piece.slice(4, 4)
 
 
-def test_rows_of_what_is_put_together(source: Source) -> None:
-    """A part of a tensor made of chunks takes the rows of each chunk that are in it."""
+def test_part_of_a_tensor_made_of_chunks(source: Source) -> None:
+    """A part of a tensor made of chunks contains the matching rows of each chunk."""
     left = ChunkPlacement(ByteRange(source, 0, 8), (0, 0), (4, 2), (2, 1))
     right = ChunkPlacement(ByteRange(source, 8, 2), (1, 2), (2, 1), (1, 1))
     part = Assemble((left, right), (4, 3), 1, 12).slice(6, 6)
@@ -137,7 +145,9 @@ def test_rows_of_what_is_put_together(source: Source) -> None:
 
 
 def test_which_ranges_have_checksums(source: Source) -> None:
-    """Those that say whether the piece is what it should be, and the one that is checked as it is cast."""
+    """``with_checksums`` returns the ranges whose checksums cover the piece. ``checked_range`` returns a range that is
+    checked while it is cast.
+    """
     known, unknown = ByteRange(source, 7, 16, 1), ByteRange(source, 23, 16)
     chain, part = Concat((known, unknown), None, 32), Concat((unknown,), known, 16)
     placed = Assemble((ChunkPlacement(known, (0,), (4,), (1,)), ChunkPlacement(unknown, (4,), (4,), (1,))), (8,), 4, 32)
@@ -150,8 +160,10 @@ def test_which_ranges_have_checksums(source: Source) -> None:
     assert Cast(chain, "float32", "float32", 32).checked_range() is None
 
 
-def test_the_checksum_that_is_known(source: Source) -> None:
-    """That of records as they are, and of whole records behind one another, but of no parts of any."""
+def test_known_checksums(source: Source) -> None:
+    """A checksum is known for a complete range, for complete ranges after one another, and for inflated data. It is not
+    known for parts and casts.
+    """
     halves = [ByteRange(source, 7 + at, 240, zlib.crc32(RAW[at : at + 240])) for at in (0, 240)]
     assert Concat(tuple(halves), None, 480).crc32_known() == zlib.crc32(RAW)
     assert Concat((halves[0], ByteRange(source, 247, 240)), None, 480).crc32_known() is None

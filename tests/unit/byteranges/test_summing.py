@@ -1,4 +1,6 @@
-"""Sums of numbers by NumPy and by torch: torch in float64 is the judge, on random bits of all dtypes."""
+"""Tests of the statistics of tensors by NumPy and by torch. torch in float64 computes the expected results, for random
+bits of all dtypes.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ NUMBERS = [dtype for dtype in zoo.DTYPES if is_number(str(dtype).removeprefix("t
 
 @pytest.fixture(params=["NumPy", "torch"], autouse=True)
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sum by each library in turn."""
+    """Compute the statistics with each library in turn."""
     if request.param == "torch":
         monkeypatch.setattr("ckptconv.byteranges.summing.numpy", lambda: None)
 
 
 def summed(tensor: torch.Tensor, *, cut: int | None = None) -> Statistics:
-    """What the kernel says of `tensor`, read as a whole or in two parts."""
+    """Return the statistics of `tensor`, read completely or in two parts that meet at `cut`."""
     name = str(tensor.dtype).removeprefix("torch.")
     first, second = Statistics(name, histogram=True), Statistics(name, histogram=True)
     first.add(raw(tensor[:cut]))
@@ -35,7 +37,7 @@ def summed(tensor: torch.Tensor, *, cut: int | None = None) -> Statistics:
 
 
 def as_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` in torch's float64, complex numbers by their magnitude."""
+    """Return `tensor` in float64, with the magnitude in place of each complex number."""
     if tensor.is_complex():
         wide = tensor.to(torch.complex128)
         return torch.where(wide.isnan(), torch.nan, wide.abs())
@@ -43,7 +45,7 @@ def as_float64(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def moderate(dtype: torch.dtype, n: int) -> torch.Tensor:
-    """`n` elements around 3, as far as `dtype` has such."""
+    """Return `n` elements around 3, as far as `dtype` allows."""
     generator = torch.Generator().manual_seed(1)
     numbers = torch.randn(n, generator=generator, dtype=torch.float64) * 2 + 3
     if dtype.is_complex:
@@ -59,8 +61,10 @@ def moderate(dtype: torch.dtype, n: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 @pytest.mark.parametrize("bits", [True, False], ids=["any bits", "moderate"])
-def test_as_torch_in_float64(dtype: torch.dtype, *, bits: bool) -> None:
-    """Counts and extremes to the last bit; mean, deviation and norm to 12 digits, across blocks and parts."""
+def test_statistics_equal_those_of_torch(dtype: torch.dtype, *, bits: bool) -> None:
+    """Counts and extremes are exact. Mean, deviation and norm equal those of torch to 12 digits, across blocks and
+    parts.
+    """
     n = 70_001
     tensor = moderate(dtype, n)
     if bits:
@@ -79,27 +83,29 @@ def test_as_torch_in_float64(dtype: torch.dtype, *, bits: bool) -> None:
     else:
         assert (found.low, found.high) == (float(finite.min()), float(finite.max()))
     scale = float(finite.abs().max())
-    if scale < 1e150:  # else sums and squares are beyond float64, torch's too
+    if scale < 1e150:  # otherwise sums and squares exceed the range of float64, also in torch
         assert found.mean == pytest.approx(float(finite.mean()), rel=1e-12, abs=1e-12 * scale)
         assert found.std == pytest.approx(float(finite.std()), rel=1e-12)
         assert found.norm == pytest.approx(float(finite.norm()), rel=1e-12)
 
 
 def test_a_large_mean_costs_few_digits() -> None:
-    """Numbers that are nearly one, whose squares are 18 digits larger than those of their distances."""
+    """The deviation is exact to 8 digits for numbers around 1e9, whose squares are 18 digits larger than their
+    variance.
+    """
     numbers = torch.randn(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1e9
     assert summed(numbers, cut=31).std == pytest.approx(float((numbers - 1e9).std()), rel=1e-8)
 
 
-def test_numbers_near_the_largest() -> None:
-    """The mean stays a number where the sum is none."""
+def test_mean_is_finite_if_the_sum_is_not() -> None:
+    """The mean is finite even if the sum and the norm are not."""
     most = torch.finfo(torch.float64).max
     found = summed(torch.tensor([most, most, -most, most], dtype=torch.float64), cut=2)
     assert found.mean == pytest.approx(most / 2) and found.norm == math.inf and found.low == -most
     assert bins_of(found.exponents)[0][-1] == math.inf
 
 
-def test_nothing_finite() -> None:
+def test_tensor_without_finite_numbers() -> None:
     found = summed(torch.tensor([math.nan, math.inf, -math.inf]))
     assert (found.nan, found.inf, found.finite, found.low, found.std, found.norm) == (1, 2, 0, None, None, 0.0)
     assert sum(bins_of(found.exponents)[1]) == 0
@@ -109,8 +115,8 @@ def test_one_number_has_no_deviation() -> None:
     assert summed(torch.tensor([2.5])).std is None
 
 
-def test_repeated() -> None:
-    """An expanded tensor counts each element as often as it shows it."""
+def test_expanded_tensor() -> None:
+    """After ``repeat``, the statistics equal those of an expanded tensor, which repeats each element."""
     once = torch.tensor([1.0, 0.0, math.nan, 4.0])
     found, whole = summed(once), summed(once.expand(5, 4).reshape(-1))
     found.repeat(5)
@@ -123,7 +129,7 @@ def test_repeated() -> None:
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.float8_e5m2], ids=str
 )
 def test_histogram(dtype: torch.dtype) -> None:
-    """Each number is in the bin whose edges are around it; the largest magnitude is in one of the outer two."""
+    """Each number is counted in the bin that contains it, and the largest magnitude is in the first or the last bin."""
     tensor = torch.cat([moderate(torch.float32, 5000), torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0**-20])])
     tensor = tensor.to(dtype)
     edges, counts = bins_of(summed(tensor).exponents)

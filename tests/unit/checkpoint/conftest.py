@@ -1,4 +1,4 @@
-"""A fixture for what is detected in checkpoints."""
+"""A fixture that returns the detected contents of checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptconv.formats import opening
 
 @pytest.fixture
 def read(tmp_path: Path) -> Any:
-    """What is recognised in an object that torch saves."""
+    """Return a function that saves an object with torch and returns its detected contents."""
 
     def detected_in(obj: object) -> Detected:
         torch.save(obj, tmp_path / "x.pt")

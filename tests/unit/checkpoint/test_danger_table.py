@@ -1,4 +1,6 @@
-"""The table of what libraries lend: how a name is looked up in it, how it is made, all names of one thing."""
+"""Tests of the table of dangerous names in libraries: how a name is looked up, how the table is made, and that it
+contains all names of an object.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from ckptconv.pickles.graph import Global
 from tools.danger_table import flows, make, primitives
 from tools.danger_table.modules import Library
 
-# Looking names up
+# Looking up names
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,9 @@ from tools.danger_table.modules import Library
     ],
 )
 def test_listed(module: str, name: str, entry: str | None) -> None:
-    """Functions, constructors, methods that a class has from its bases, what modules have of others."""
+    """The table contains functions, constructors, methods that a class inherits, and names that a module imports from
+    another one.
+    """
     assert listed(module, name) == entry
 
 
@@ -47,14 +51,18 @@ def test_too_many_attributes_are_dangerous() -> None:
 
 
 def test_methods_by_name() -> None:
-    """What paths and files do, but not what every dict, text or tensor has; in C, whatever the class."""
+    """Methods of paths and files are dangerous by name, unless dicts, texts or tensors have a method of that name. In
+    classes of known packages, only methods that are written in C are dangerous by name.
+    """
     assert is_method("write_bytes") and is_method("extractall") and not is_method("get") and not is_method("type")
     assert is_method("tofile", of_known_class=True) and not is_method("write_bytes", of_known_class=True)
     assert is_known_package("torch.nn") and not is_known_package("mine.torch")
 
 
-def test_the_table_is_not_read_for_nothing(tmp_path: Path) -> None:
-    """Importing the package reads no table, nor does a file of which torch's safe loader takes all."""
+def test_table_is_read_only_if_needed(tmp_path: Path) -> None:
+    """The table is not read during the import of the package, nor for a file of which torch's safe loader accepts
+    everything.
+    """
     code = (
         "import sys, torch, ckptconv; from ckptconv.inspection.verification import verify\n"
         "from ckptconv.checkpoint.dangerous_globals import _table\n"
@@ -65,11 +73,11 @@ def test_the_table_is_not_read_for_nothing(tmp_path: Path) -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
 
 
-# Making it
+# Making the table
 
 
 def judged(source: str, **others: str) -> set[str]:
-    """What the table would have of the module ``m`` with `source`, beside `others`."""
+    """Return the entries of the table for the module ``m`` with `source`, next to the modules `others`."""
     library = Library()
     for name, text in {"m": source, **others}.items():
         library.add(name, text.encode(), is_package=False)
@@ -121,14 +129,18 @@ def judged(source: str, **others: str) -> set[str]:
         ("try:\n    from n import f\nexcept ImportError:\n    def f(a): return a", {"f"}),
     ],
 )
-def test_what_does_harm(source: str, found: set[str]) -> None:
-    """Arguments followed through calls, variables, attributes, defaults, classes and other modules."""
+def test_harmful_functions_are_found(source: str, found: set[str]) -> None:
+    """The analysis of the source finds harmful functions: it follows arguments through calls, variables, attributes,
+    defaults, classes and other modules.
+    """
     other = "import os\ndef f(a): os.mkdir(a)\nclass C:\n    def m(self): os.mkdir(self.a)\ni = C()"
     assert judged(source, n=other) == found
 
 
-def test_what_is_left_out() -> None:
-    """A function that was looked at is harmless, and what calls it; of one that does harm alone, callers are not."""
+def test_listed_exceptions_are_respected() -> None:
+    """A function that is listed as harmless is not judged harmful, and neither are its callers. A function that is
+    listed as harmful alone does not make its callers harmful.
+    """
     library = Library()
     library.add("m", b"def f(a): eval(a)\ndef g(a): f(a)\ndef h(a): eval(a)\ndef i(a): h(a)", is_package=False)
     verdicts = flows.judge(
@@ -147,8 +159,10 @@ def test_a_relative_import() -> None:
     assert make.aliases(library) == {"b": {"p.a"}}
 
 
-def test_what_a_package_has_of_its_module_in_c() -> None:
-    """No source tells of that module: what is known of it is in the package, and where that is used."""
+def test_harmful_names_of_a_module_in_c() -> None:
+    """A module in C has no source. Names that are known to be harmful in it are found in its package, and in modules
+    that use them.
+    """
     library = Library()
     library.add("torch", b"from torch import _C as _C\nfrom torch._C import *", is_package=True)
     library.add("m", b"import torch\nUnit = torch._C.CompilationUnit\nother = torch._C.other", is_package=False)
@@ -157,13 +171,13 @@ def test_what_a_package_has_of_its_module_in_c() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(primitives.HARMFUL))
-def test_what_is_written_in_c(name: str) -> None:
-    """What does harm by itself is dangerous, under each module in which it stands."""
+def test_harmful_functions_in_c(name: str) -> None:
+    """Each name in the list of harmful functions in C is dangerous or is in the table."""
     module, _, attribute = f"{name}any".rpartition(".") if name.endswith(".") else name.rpartition(".")
     assert is_dangerous(Global(module, attribute)) or listed(module, attribute)
 
 
-# What is here
+# The installed libraries
 
 #: Imported, and each name in them compared; turtle needs a screen, and antigravity a browser.
 MODULES = (
@@ -202,7 +216,9 @@ assert compared > 20_000, compared
 @pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.skipif(make.PYTHON not in make.read_table().pythons, reason="the table was made with other Pythons")
-def test_the_same_object_under_all_its_names() -> None:
-    """Whatever a module that is imported has of another is in the table under both names, if it is there at all."""
+def test_object_has_the_same_entry_under_all_names() -> None:
+    """If the table contains an object under its own name, it contains the same entry under each name that an imported
+    module has for the object.
+    """
     told = subprocess.run([sys.executable, "-c", COMPARE, *MODULES], capture_output=True, text=True, check=True)
     assert set(told.stdout.split()) <= MADE

@@ -1,5 +1,5 @@
-"""What no checkpoint needs is found wherever a pickle names it, under Python 2's names too,
-and nothing else is called dangerous.
+"""Tests of dangerous globals. Globals that no checkpoint needs are found under all their names, including those of
+Python 2. Other globals are not called dangerous.
 """
 
 from __future__ import annotations
@@ -39,24 +39,26 @@ def dangers(data: bytes) -> list[str]:
     ("function", "name"), [(os.system, "posix.system"), (eval, "builtins.eval"), (exec, "builtins.exec")]
 )
 def test_calls_are_found_in_every_protocol(protocol: int, function: object, name: str) -> None:
-    """GLOBAL and STACK_GLOBAL, with names as Python 2 or 3 has them."""
+    """Dangerous calls are found with GLOBAL and STACK_GLOBAL, and with the names of Python 2 or 3."""
     assert dangers(pickle.dumps([1, Reduced(function, ("x",))], protocol)) == [name]
 
 
 def by_name(name: str) -> bytes:
-    """A pickle of the global `name`."""
+    """Return a pickle of the global `name`."""
     module, _, attribute = name.rpartition(".")
     return b"\x80\x02c" + f"{module}\n{attribute}\n.".encode()
 
 
 def tensor_subclasses() -> list[tuple[str, str]]:
-    """The module and name of each subclass of Tensor in torch, by its source; with a base in the same module too."""
+    """Return the module and name of each subclass of Tensor in the source of torch, including subclasses of a subclass
+    in the same module.
+    """
     found = []
     root = Path(torch.__file__).parent
     for path in sorted(root.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
         if not re.search(r"^class \w+\([^)]*\bTensor\b", source, re.MULTILINE):
-            continue  # parsing all of torch takes a minute
+            continue  # parsing all modules of torch takes a minute
         module = ".".join(("torch", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
         bases = {"Tensor", "torch.Tensor"}
         for node in ast.parse(source).body:
@@ -68,8 +70,10 @@ def tensor_subclasses() -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_no_tensor_subclass_of_torch_is_dangerous() -> None:
-    """A tensor needs its class, wherever torch has it; other names in the same modules stay dangerous."""
-    torch.zeros(0)  # where there is no torch, this skips the test
+    """Classes of tensors in torch are not dangerous, because a pickled tensor names its class. Other names in the same
+    modules are dangerous.
+    """
+    torch.zeros(0)  # skips the test if torch is not installed
     found = tensor_subclasses()
     assert ("torch.testing._internal.two_tensor", "TwoTensor") in found and len(found) > 20
     assert [name for name in found if is_dangerous(Global(*name))] == []
@@ -278,7 +282,8 @@ PICKLES: dict[str, tuple[bytes, list[str]]] = {
     },
     **{f"unknown, and no more: {name}": (by_name(name), []) for name in UNKNOWN},
     **{f"getattr {i}: {said}": (b"\x80\x02" + code, [said] if said else []) for i, (code, said) in enumerate(GETATTR)},
-    # numpy rebuilds what was a memmap by its class, which opens a file if it is called, however that is done
+    # numpy rebuilds a former memmap by its class. A call of the class opens a file, in every way in which it can be
+    # called.
     **{
         f"numpy.{core}: an array that was in a file": (rebuilt(core) + b"(" + MEMMAP + b"(K\x00tU\x01btR.", [])
         for core in ("core", "_core")
@@ -308,22 +313,22 @@ PICKLES: dict[str, tuple[bytes, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", PICKLES)
-def test_what_is_dangerous(case: str) -> None:
-    """By the name that the pickle has for it."""
+def test_dangerous_globals_of_pickles(case: str) -> None:
+    """Exactly the dangerous globals and calls of a pickle are reported."""
     data, names = PICKLES[case]
     assert dangers(data) == names
 
 
-def test_a_function_that_can_be_too_much_is_not_known() -> None:
-    """A partial function is all that its states say, as far as anybody looks."""
+def test_partial_function_with_many_states_is_unknown() -> None:
+    """A call of a partial function with many states is unknown, because only a limited number of states is examined."""
     states = b"".join(b"(cmine\nf%d\n)}Ntb" % i for i in range(60))
     data = b"\x80\x02cfunctools\npartial\ncmine\nf\n\x85R" + states + b")R."
     graph, _ = parse(lambda offset, length: data[offset : offset + length], len(data), where="here")
     assert [what for what, _, kind in reaches(graph) if kind == "unknown"] == ["a call of the result of a call"]
 
 
-def test_what_a_call_gives_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of calls of calls of calls, each is followed once, for all that is asked of it."""
+def test_results_of_calls_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a chain of 300 calls of results of calls, each call is examined only once."""
     asked: list[int] = []
     given = dangerous_calls._Meanings._given
 
@@ -338,8 +343,8 @@ def test_what_a_call_gives_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < len(asked) == len(set(asked))
 
 
-def test_what_loads_is_not_dangerous() -> None:
-    """Nothing that torch's safe loader takes is in the table, or in a module that is on the list."""
+def test_loadable_globals_are_not_dangerous() -> None:
+    """No global that torch's safe loader accepts is dangerous."""
     names = ALLOWED.union(IMPORTED_WITH_TORCH, *ADDED_BY.values())
     assert not [name for name in names if is_dangerous(Global(*name.rsplit(".", 1)))]
 
@@ -362,14 +367,14 @@ LENDERS = (
 )  # a table  # fmt: skip
 
 
-def test_what_modules_lend() -> None:
-    """No module of Python, torch or numpy has a dangerous module or function under a name that is not found: all are
-    asked that a fresh interpreter has loaded with torch.
+def test_all_aliases_of_dangerous_functions_are_found() -> None:
+    """No module of Python, numpy or torch contains a dangerous module or function under a name that is not dangerous.
+    All modules that a new interpreter loads together with torch are checked.
     """
     here = [name for name in LENDERS if find_spec("tkinter") or name != "turtle"]
     for module in here:
         importlib.import_module(module)
-    code = f"import sys, {', '.join(here)}; print(*sys.modules)"  # others depend on the tests before this one
+    code = f"import sys, {', '.join(here)}; print(*sys.modules)"  # this process may have loaded more for earlier tests
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     lent = {id(sys.modules[name]): name for name in sys.modules if _is_dangerous_module(name)}
     lent |= {id(function): name for name in DANGEROUS_NAMES if (function := _loaded(name)) is not None}
@@ -400,7 +405,7 @@ def _is_dangerous_module(name: str) -> bool:
 
 
 def _loaded(name: str) -> object:
-    """What `name` is, if its module is loaded."""
+    """Return the object `name` if its module is loaded, and None otherwise."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if ".".join(parts[:end]) in sys.modules:

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: each part right after each edit, and made as seldom as can be."""
+"""Tests of the index of a checkpoint. Each part is correct after each edit, and is computed as rarely as possible."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def read(path: Path) -> Checkpoint:
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("name", sampled(name for name in zoo.ZOO if name not in ("sets", "long_values")))  # are large
-def test_every_part_is_right_whenever_it_is_used(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every edit of every kind of object, on the way to every format."""
+def test_index_is_correct_during_edits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index is correct at each access during all edits of all kinds of objects, for every output format."""
     zoo.save(zoo.ZOO[name](), tmp_path / "src.pt", pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
     sources = [tmp_path / "src.pt"]
     with suppress(CkptconvError):
@@ -70,8 +70,8 @@ def test_every_part_is_right_whenever_it_is_used(name: str, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("edits", EDITS)
-def test_every_part_is_right_in_sets_of_shards(edits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merged, split again as they were, and dealt anew."""
+def test_index_is_correct_for_sharded_sets(edits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index is correct for sharded sets that are merged, or split into the same or into other shards."""
     zoo.save({f"model.{i}.weight": torch.ones(100, 4) * i for i in range(6)}, tmp_path / "src.pt")
     for format in ("pt", "safetensors"):
         folder = tmp_path / format
@@ -86,7 +86,7 @@ def test_every_part_is_right_in_sets_of_shards(edits: str, tmp_path: Path, monke
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("name", ["training", "module", "state_dict", "subclass", "objects", "cycles"])
-def test_every_part_is_right_where_files_are_looked_at(
+def test_index_is_correct_while_checkpoints_are_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zoo.save(zoo.ZOO[name](), tmp_path / "src.pt")
@@ -106,8 +106,8 @@ def test_every_part_is_right_where_files_are_looked_at(
                 file.load(path)
 
 
-def test_an_edit_that_says_nothing_is_noticed(tmp_path: Path) -> None:
-    """By the check that the tests above rest on: in places, in users of nodes, in what was detected."""
+def test_edit_without_notice_is_found(tmp_path: Path) -> None:
+    """An edit that does not call ``changed`` is noticed by :func:`assert_fresh`, on which the tests above depend."""
     torch.save({"model": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "src.pt")
     for part in ("places", "referrers", "nodes", "obstacles"):
         checkpoint = read(tmp_path / "src.pt")
@@ -122,8 +122,8 @@ def test_an_edit_that_says_nothing_is_noticed(tmp_path: Path) -> None:
         assert_fresh(checkpoint)
 
 
-def test_an_outdated_index_computes_nothing_more(tmp_path: Path) -> None:
-    """What it has it keeps."""
+def test_outdated_index_computes_no_new_parts(tmp_path: Path) -> None:
+    """An outdated index keeps the parts that it has computed, and refuses to compute others."""
     torch.save({"w": torch.ones(2)}, tmp_path / "src.pt")
     checkpoint = read(tmp_path / "src.pt")
     before = checkpoint.index
@@ -135,12 +135,14 @@ def test_an_outdated_index_computes_nothing_more(tmp_path: Path) -> None:
     assert checkpoint.index.nodes
 
 
-# How often the graph is walked
+# Number of walks over the graph
 
 
 @pytest.fixture
 def training(tmp_path: Path) -> Path:
-    """A model, its optimizer with twice as many tensors, and a class that needs code."""
+    """Return the path of a checkpoint with a model, an optimizer with twice as many tensors, and a class that needs
+    code.
+    """
     model = {f"module.layers.{i}.weight": torch.ones(2, 2) for i in range(50)}
     state = {i: {"exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.ones(2, 2)} for i in range(50)}
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [*range(50)]}]}
@@ -151,22 +153,23 @@ def training(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "nodes", "places"),
     [
-        # the part, what is beside it, and what is left of the part; the whole, the part, what is left of it
+        # Nodes: the part, the rest of the checkpoint, and the remainder of the part. Places: the checkpoint, the part,
+        # and its remainder.
         (["convert", "-q", "{src}", "{dst}.safetensors", "--exclude", "*.1.*"], 1.4, 1.8),
         (["convert", "-q", "{src}", "{dst}.pt", "--state-dict", "--exclude", "*.1.*"], 1.4, 1.8),
         (["convert", "-q", "{src}", "{dst}.pt", "--exclude", "*.1.*", "--drop", "optimizer"], 1.4, 2.1),
-        # one, for what the output still needs: the source names a class that needs code
+        # One walk determines what the output still needs, because the source names a class that needs code.
         (["convert", "-q", "{src}", "{dst}.pt", "--to", "cpu"], 1, 1),
         (["convert", "-q", "{src}", "{dst}.pt", "--to", "cpu", "--strip-prefix", "module"], 1, 1),
-        # the whole, the part that loads, twice, beside that of the optimizer, what is left without the class, and the
-        # whole again, made plain
+        # The checkpoint, twice the part that loads, the part of the optimizer, the remainder without the class, and
+        # again the checkpoint in plain form.
         (["inspect", "{src}"], 5, 2),
     ],
 )
 def test_how_often_the_graph_is_walked(
     words: list[str], nodes: float, places: float, training: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`nodes` and `places`: at most so often as many as the whole has."""
+    """The command walks over at most `nodes` times the nodes and `places` times the places of the complete graph."""
     index = read(training).index
     whole = len(index.nodes), len(index.every_place)
     walks = Walks(monkeypatch)
@@ -176,7 +179,9 @@ def test_how_often_the_graph_is_walked(
 
 
 def test_places_that_were_forgotten_are_found_again(tmp_path: Path) -> None:
-    """They have the same paths and nodes, and the tensors stay the same objects."""
+    """Places that are computed again have the same paths and nodes as before, and the tensors remain the same
+    objects.
+    """
     torch.save({"a": [torch.ones(2), None], "b": {"c": 1}}, tmp_path / "a.pt")
     with Source(tmp_path / "a.pt") as source, gc_paused():
         index = opening.read(source).index
@@ -190,7 +195,9 @@ def test_places_that_were_forgotten_are_found_again(tmp_path: Path) -> None:
 
 
 def test_the_graph_is_freed_before_the_output_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof that the output loads reads its graph, which takes as much memory."""
+    """The graph of the source is freed before the output is checked, because the check reads another graph of the same
+    size.
+    """
     torch.save({"a": torch.ones(2), "b": frozenset("c")}, tmp_path / "a.pt", pickle_protocol=4)
     left: list[object] = []
     with Source(tmp_path / "a.pt") as source, gc_paused():
@@ -204,7 +211,7 @@ def test_the_graph_is_freed_before_the_output_is_read(tmp_path: Path, monkeypatc
 
 
 def test_storages_are_found_without_the_content_of_rows(tmp_path: Path) -> None:
-    """Creating the nodes inside of 60,000 rows would take seconds."""
+    """Storages are found without the nodes inside of rows, because creating those of 60,000 rows would take seconds."""
     part, other = torch.ones(2), torch.ones(3)
     large = {str(i): torch.ones(4) for i in range(2000)} | {"part": part}
     torch.save({"a": large, "b": [part, other]}, tmp_path / "a.pt")

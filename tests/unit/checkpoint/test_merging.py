@@ -1,4 +1,4 @@
-"""Several checkpoints as one graph, and one as several: nothing is mixed up, moved or lost on the way."""
+"""Tests of checkpoint sets: reading several shards as one graph, and writing one graph as several shards."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.support.injection import content_of
 from tests.support.judge import assert_same
 from tests.support.writers import sharded
 
-LONG = 200_000  # characters: long enough to stay in the file
+LONG = 200_000  # characters: such a text is not read into memory but stays in the file
 
 
 def shards_with_texts() -> list[dict[str, Any]]:
-    """Three shards, each with texts and bytes that are too long to be held, and a tensor."""
+    """Return three shards. Each contains a tensor, and a text and bytes that are too long to be kept in memory."""
     return [
         {
             f"w{i}": torch.arange(5.0) * i,
@@ -48,8 +48,8 @@ def shards_with_texts() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("deflated", [(), (1,), (0, 1, 2)])
 def test_long_texts_come_from_their_own_shard(tmp_path: Path, deflated: tuple[int, ...]) -> None:
-    """Texts that stay in the files are read from the right one, also where a shard
-    is deflated and its pickle in memory.
+    """Long texts and bytes are read from the correct shard, also if the shard is deflated and its pickle is in
+    memory.
     """
     folder = sharded(tmp_path / "in", *shards_with_texts())
     for i in deflated:
@@ -66,7 +66,7 @@ def test_long_texts_come_from_their_own_shard(tmp_path: Path, deflated: tuple[in
 
 
 def test_a_shard_in_which_nothing_changes_keeps_its_pickle(tmp_path: Path) -> None:
-    """Shards that stay apart are written as each alone would be: their pickles have the bytes that torch wrote."""
+    """If a set is converted to a set with the same shards, the pickle of each shard keeps its bytes."""
     shards = [
         OrderedDict(
             (f"{i}.{j}", torch.nn.Parameter(torch.arange(4.0)) if j else torch.arange(6.0).view(2, 3).t())
@@ -82,8 +82,10 @@ def test_a_shard_in_which_nothing_changes_keeps_its_pickle(tmp_path: Path) -> No
         assert {name for name in new if name.startswith("data/")} == {name for name in old if name.startswith("data/")}
 
 
-def test_storages_of_one_key_in_several_shards(tmp_path: Path) -> None:
-    """Each shard calls its first storage 0; merged, each tensor keeps its own, and views keep sharing."""
+def test_equal_storage_keys_in_several_shards(tmp_path: Path) -> None:
+    """Each shard names its first storage '0'. In the merged file, each tensor has its own data, and views still share
+    memory with their base.
+    """
     base = [torch.arange(10.0) + 100 * i for i in range(4)]
     folder = sharded(tmp_path / "in", *({f"{i}.all": each, f"{i}.part": each[2:5]} for i, each in enumerate(base)))
     convert(folder, tmp_path / "out.pt", map_location="cpu")
@@ -95,7 +97,7 @@ def test_storages_of_one_key_in_several_shards(tmp_path: Path) -> None:
 
 
 def test_torch_before_1_6(tmp_path: Path) -> None:
-    """Shards in torch's older format are merged like others, and stay shards in today's."""
+    """Shards in the format before torch 1.6 are merged into one file, or written as shards in the current format."""
     shards = [{f"{i}.w": torch.arange(6.0).view(2, 3) + i} for i in range(2)]
     folder = sharded(tmp_path / "in", *shards, _use_new_zipfile_serialization=False)
     convert(folder, tmp_path / "out.safetensors")
@@ -104,8 +106,8 @@ def test_torch_before_1_6(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "out" / "pytorch_model-00002-of-00002.bin"), shards[1])
 
 
-def test_numbers_in_two_byte_orders_are_refused(tmp_path: Path) -> None:
-    """One file can have one order of bytes: shards in two are not merged."""
+def test_shards_in_two_byte_orders_are_refused(tmp_path: Path) -> None:
+    """Shards in different byte orders are not merged, because a file has only one byte order."""
     folder = sharded(tmp_path / "in", *({f"{i}": torch.arange(3.0)} for i in range(2)))
     path = folder / "pytorch_model-00002-of-00002.bin"
     rezip(path, path, {"byteorder": b"big"})
@@ -114,7 +116,9 @@ def test_numbers_in_two_byte_orders_are_refused(tmp_path: Path) -> None:
 
 
 def test_damage_in_one_shard_is_found(tmp_path: Path) -> None:
-    """The checksum of each shard's record is carried over, or checked where the target has no place for it."""
+    """A damaged shard is found. A PyTorch target keeps the wrong checksum of the record. A safetensors target cannot
+    store checksums, so the conversion fails.
+    """
     folder = sharded(tmp_path / "in", *({f"{i}": torch.arange(5000.0) + i} for i in range(2)))
     path = folder / "pytorch_model-00002-of-00002.bin"
     flip_bit(path, found_in(path.read_bytes(), torch.arange(5000.0).add(1).numpy().tobytes()[400:440]))
@@ -125,9 +129,9 @@ def test_damage_in_one_shard_is_found(tmp_path: Path) -> None:
         assert archive.testzip() == "out/data/1"
 
 
-def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
-    """A set of more shards than the soft limit of open files is read, and changed in place, as far as the hard limit
-    goes.
+def test_more_shards_than_the_soft_limit_of_open_files(tmp_path: Path) -> None:
+    """A set with more shards than the soft limit of open files is read, and changed in place, because ckptconv raises
+    the soft limit.
     """
     folder = sharded(tmp_path / "in", *({f"{i:03}": torch.arange(2.0) + i} for i in range(150)))
     program = (
@@ -144,7 +148,9 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "limit"), [("bin", 40), ("safetensors", 75)])
 def test_more_shards_than_files_can_be_open(kind: str, limit: int, tmp_path: Path) -> None:
-    """Above the hard limit a set is read as below it, by each command and by several threads: the same bytes."""
+    """`convert`, `inspect`, `verify`, `diff` and several threads read a set with more shards than the hard limit of
+    open files, with the same results as below the limit. A conversion in place fails.
+    """
     shards = [{f"m.{i:03}": torch.arange(9000.0) + i, f"m.b{i:03}": torch.ones(1)} for i in range(70)]
     folder = tmp_path / "in"
     if kind == "bin":
@@ -184,8 +190,8 @@ assert main(["convert", "in", "--in-place", "--to", "cpu", "--add-prefix", "x"])
 
 
 def test_rows_stay_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards whose tensors are rows give the same summary and the same bytes as shards that are read without rows; to
-    summarize them takes few rows apart.
+    """Shards whose tensors are parsed as rows give the same summary and the same output as shards that are parsed
+    without rows. Reading the summary expands only a few rows.
     """
     shards = [
         OrderedDict((f"{i}.{j}", torch.nn.Parameter(torch.rand(4)) if j % 5 else torch.rand(4)) for j in range(80))
@@ -211,7 +217,7 @@ def test_rows_stay_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_one_more_conversion_gives_the_same_bytes(tmp_path: Path) -> None:
-    """The same set and flags give the same bytes, merged, dealt anew and as it was."""
+    """Two conversions of the same set with the same options write the same bytes."""
     folder = sharded(tmp_path / "in", *({f"{i}.{j}": torch.randn(20) for j in range(4)} for i in range(3)))
     runs = tmp_path / "1", tmp_path / "2"
     for run in runs:
@@ -224,8 +230,10 @@ def test_one_more_conversion_gives_the_same_bytes(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "1" / "dealt" / "pytorch_model.bin.index.json").read_text())["metadata"]
 
 
-def test_paths_below_others() -> None:
-    """Each path is compared with one other, however many there are."""
+def test_are_below() -> None:
+    """`are_below` reports whether every path is at or below one of the other paths. Each path is compared with only one
+    of them.
+    """
 
     class Read(str):
         times = 0

@@ -1,5 +1,5 @@
-"""Whole pickled modules: the state dict that they give is what torch's
-``state_dict()`` gives, and a fresh model takes it.
+"""Tests of complete pickled modules. The extracted state dict equals the result of torch's ``state_dict()``, and a new
+model loads it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ pytestmark = [
 
 
 class Everything(nn.Module):
-    """Parameters and buffers of its own, of all kinds, and what is neither."""
+    """A module with parameters and buffers of all kinds, and with attributes that are neither."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(3, 3)  # before the parameters, which state_dict() has first
+        self.head = nn.Linear(3, 3)  # defined before the parameters, but state_dict() lists the parameters first
         self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
         self.transposed = nn.Parameter(torch.randn(2, 3).t())
         self.halved = nn.Parameter(torch.randn(4).bfloat16())
@@ -68,7 +68,7 @@ class Everything(nn.Module):
 
 
 def odd_names() -> nn.Module:
-    """Names that a path has to escape, and those that look like paths."""
+    """Return a module with names that are escaped in paths, and with names that look like parts of paths."""
     net = nn.Module()
     for i, name in enumerate(("a/b", "[0]", "_parametersx", "\\", "<0>", "(0)", "{0}", "ä \x1b[31m", "a\\2", "a")):
         net.register_parameter(name, nn.Parameter(torch.full((2,), float(i))))
@@ -77,7 +77,7 @@ def odd_names() -> nn.Module:
 
 
 def shared() -> nn.Module:
-    """One module in three places, one of them inside another."""
+    """Return a module that contains the same module in three places. One of them is inside another module."""
     inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.BatchNorm1d(2))
     return nn.ModuleDict({"a": inner, "list": nn.ModuleList([inner, nn.Sequential(inner)]), "b": inner[0]})
 
@@ -138,9 +138,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "empty": nn.Sequential,
     "double": lambda: nn.Linear(2, 2).double(),
 }
-#: The attributes that torch gives every module, but for those that hold tensors and modules.
+#: The attributes that torch adds to every module, except those that contain tensors and modules.
 TORCHS_OWN = nn.Module().__dict__.keys() - {"_parameters", "_buffers", "_modules"}
-#: What has no tensors in it has no state dict to take.
+#: The modules with tensors. A module without tensors has no state dict.
 HAVE_TENSORS = [name for name in MODULES if name != "empty"]
 
 
@@ -154,14 +154,18 @@ def convert(*words: object) -> None:
 
 
 def taken_out(folder: Path, obj: Any, **options: Any) -> Any:
-    """What torch's safe loader gives of `obj`, saved as ``m.pt`` with `options` and converted with ``--state-dict``."""
+    """Save `obj` with `options` as ``m.pt``, convert it with ``--state-dict``, and load the output with
+    ``weights_only=True``.
+    """
     torch.save(obj, folder / "m.pt", **options)
     convert(folder / "m.pt", folder / "out.pt", "--state-dict")
     return torch.load(folder / "out.pt", weights_only=True)
 
 
 def assert_same_state(found: Any, expected: Any) -> None:
-    """Names, order, values bit for bit, dtypes, layouts, no gradients, and what shares what."""
+    """Assert that two state dicts have the same names, order, dtypes, layouts, values and shared storages. The tensors
+    of `found` require no gradients.
+    """
     assert list(found) == list(expected)
     storages: dict[int, int] = {}
     back: dict[int, int] = {}
@@ -174,12 +178,14 @@ def assert_same_state(found: Any, expected: Any) -> None:
         assert storages.setdefault(a, b) == b and back.setdefault(b, a) == a, name
 
 
-# torch as the judge
+# Comparisons with torch
 
 
 @pytest.mark.parametrize("name", HAVE_TENSORS)
 def test_the_state_dict_is_torchs(name: str, tmp_path: Path) -> None:
-    """As ``.pt`` it is what ``state_dict()`` gives, without ``_metadata``; a fresh model takes it, strictly."""
+    """The ``.pt`` output equals the result of ``state_dict()``, without ``_metadata``. A new model loads it with
+    ``strict=True``.
+    """
     model = made(name)
     state = taken_out(tmp_path, model)
     assert type(state) is OrderedDict
@@ -193,7 +199,9 @@ def test_the_state_dict_is_torchs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", HAVE_TENSORS)
 def test_safetensors_holds_the_same(name: str, tmp_path: Path) -> None:
-    """Any safetensors target takes the state dict; ties are kept as ties."""
+    """A safetensors output with ``--copy-tied`` contains every tensor of the state dict. Without it, the tied names are
+    restored when the file is converted to ``.pt``.
+    """
     model = made(name)
     torch.save({"epoch": 1, "model": model}, tmp_path / "m.pt")
     convert(tmp_path / "m.pt", tmp_path / "m.safetensors", "--copy-tied")
@@ -210,15 +218,17 @@ def test_safetensors_holds_the_same(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["everything", "shared", "traced"])
 @pytest.mark.parametrize("protocol", [1, 3, 4, 5])
-def test_every_protocol_says_the_same(name: str, protocol: int, tmp_path: Path) -> None:
-    """Sets are calls or sets, objects are made in three ways."""
+def test_every_protocol_gives_the_same_state_dict(name: str, protocol: int, tmp_path: Path) -> None:
+    """The state dict is the same for every pickle protocol, although sets and objects are pickled in different ways."""
     model = made(name)
     assert_same_state(taken_out(tmp_path, model, pickle_protocol=protocol), model.state_dict())
 
 
 @pytest.mark.parametrize("name", list(MODULES))
-def test_inspect_says_what_it_would_give(name: str, tmp_path: Path) -> None:
-    """Class, names in order, the path of each tensor, which loads alone; the rows of the table have the names."""
+def test_inspect_lists_the_state_dict(name: str, tmp_path: Path) -> None:
+    """`inspect` lists the class of a module, the names of its state dict in their order, and the path of each tensor.
+    The rows of the table contain the same names.
+    """
     model = made(name)
     torch.save({"net": model}, tmp_path / "m.pt")
     found = inspect(tmp_path / "m.pt").as_dict()
@@ -241,8 +251,8 @@ def test_inspect_says_what_it_would_give(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", HAVE_TENSORS)
 def test_everything_else_is_named(name: str, tmp_path: Path) -> None:
-    """Each tensor and value of the source is in the output, or it or what it stands in is listed as left behind, with
-    the bytes that go; torch's own attributes alone are only counted.
+    """Every tensor and value of the source is in the output, or the report lists it or one of its parents as left
+    behind, with the number of bytes. The attributes that torch adds to every module are only counted.
     """
     model = made(name)
     torch.save({"epoch": 3, "model": model, "weight": next(model.parameters(), None)}, tmp_path / "m.pt")
@@ -265,16 +275,16 @@ def test_everything_else_is_named(name: str, tmp_path: Path) -> None:
 
 
 def _opened(path: Path) -> set[str]:
-    """The paths of what the state dict was made from."""
+    """Return the paths of the objects that the state dict of the checkpoint at `path` is made from."""
     with Source(path) as source:
         checkpoint = opening.read(source)
         (module,) = checkpoint.detected.modules
         return {place.path for place in checkpoint.places if id(place.node) in module.opened}
 
 
-def test_what_stays_is_said_in_groups(tmp_path: Path) -> None:
-    """The model's own attributes one by one, a tensor that is no parameter with its bytes; what every module has in one
-    line, but for what somebody put there.
+def test_report_of_what_is_left_behind(tmp_path: Path) -> None:
+    """The report lists the model's own attributes one by one, and a tensor that is not a parameter with its bytes. The
+    attributes that torch adds to every module share one line, unless the user changed them.
     """
     model = Everything()
     model.head.register_forward_hook(zoo.module)
@@ -305,11 +315,11 @@ def test_what_stays_is_said_in_groups(tmp_path: Path) -> None:
     assert not [path for path in left.keys() - own if path.rpartition("/.")[2] in TORCHS_OWN]
 
 
-# Classes that are gone, and those that never were
+# Missing classes
 
 
 def gone_class(tmp_path: Path) -> dict[str, torch.Tensor]:
-    """Save a model of a class whose module is gone; its state dict."""
+    """Save a model whose class cannot be imported, and return its state dict."""
     module = types.ModuleType("gone_models")
     source = (
         "import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n       "
@@ -326,8 +336,8 @@ def gone_class(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_class_that_is_gone(tmp_path: Path) -> None:
-    """torch cannot load the file, in whatever way; its weights come out, in a process that does not
-    even import torch.
+    """The weights of a model are extracted although its class cannot be imported and torch cannot load the file.
+    ckptconv does not even import torch.
     """
     state = gone_class(tmp_path)
     with pytest.raises(ModuleNotFoundError):
@@ -346,7 +356,7 @@ assert "torch" not in sys.modules and "gone_models" not in sys.modules
 
 
 def test_the_file_itself_is_retagged(tmp_path: Path) -> None:
-    """Without --state-dict the module stays a module, its class too, and only its devices change."""
+    """Without ``--state-dict``, a module stays a module of its class, and only its location tags change."""
     model = made("everything")
     zoo.save(model, tmp_path / "m.pt", ["cuda:0"])
     report = ckptconv.convert(tmp_path / "m.pt", tmp_path / "cpu.pt", map_location="cpu")
@@ -360,7 +370,9 @@ def test_the_file_itself_is_retagged(tmp_path: Path) -> None:
 
 
 def test_a_wrapped_model_and_its_prefix_in_one_command(tmp_path: Path) -> None:
-    """``module.`` comes off the state dict of a pickled DataParallel, on the way to the CPU."""
+    """``--strip-prefix module.`` removes the prefix from the state dict of a pickled DataParallel, in the same command
+    as ``--to cpu``.
+    """
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     src, dst = tmp_path / "m.pt", tmp_path / "out.pt"
     zoo.save({"model": nn.DataParallel(model)}, src, ["cuda:3"])
@@ -373,12 +385,9 @@ def test_a_wrapped_model_and_its_prefix_in_one_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", [("--strip-prefix", "module."), ("--add-prefix", "x."), ("--rename", "^", "x.")])
-def test_names_of_a_module_are_changed_in_its_state_dict_alone(
-    flag: tuple[str, ...], tmp_path: Path, command: Command
-) -> None:
-    """In the module itself they are attributes: refused, and the hint's command runs.
-
-    A named optimizer beside it does not go its own way.
+def test_names_are_changed_only_in_the_state_dict(flag: tuple[str, ...], tmp_path: Path, command: Command) -> None:
+    """Options that change names are refused for a pickled module, because its names are attributes. The command that
+    the hint suggests succeeds, also if an optimizer with parameter names is next to the module.
     """
     model = nn.DataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.named_parameters(), momentum=0.1).state_dict()
@@ -390,8 +399,10 @@ def test_names_of_a_module_are_changed_in_its_state_dict_alone(
 
 
 @pytest.mark.untraced
-def test_globs_mean_what_inspect_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Command) -> None:
-    """Every name and every path that inspect shows, of every row, leaves out or takes what inspect shows for it."""
+def test_globs_match_what_inspect_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Command) -> None:
+    """Every name and path that `inspect` shows can be given to ``--include`` and ``--exclude``. Conversion then takes
+    the same tensors that `inspect` shows.
+    """
     model = made("shared")
     torch.save({"model": model}, tmp_path / "m.pt")
     names = list(model.state_dict())
@@ -409,7 +420,7 @@ def test_globs_mean_what_inspect_prints(tmp_path: Path, capsys: pytest.CaptureFi
         convert(tmp_path / "m.pt", tmp_path / "out.pt", "-f", "--state-dict", "--include", glob)
         taken = set(torch.load(tmp_path / "out.pt"))
         assert shown == {each.path for each in module.tensors if each.name in taken}
-    for name in names:  # a module that stands in another under several names has one row
+    for name in names:  # a module that is shared under several names has one row
         for flag in ("--include", "--exclude"):
             rows = command.json("inspect", tmp_path / "m.pt", flag, name)["tensors"]
             shown = {row["path"]: row["name"] for row in rows}
@@ -424,7 +435,7 @@ def test_globs_mean_what_inspect_prints(tmp_path: Path, capsys: pytest.CaptureFi
     )
 
 
-# Which one
+# The choice between several modules
 
 
 def names_of(path: Path, **options: Any) -> list[str]:
@@ -453,17 +464,19 @@ def names_of(path: Path, **options: Any) -> list[str]:
         (lambda a, b: {"first": {"inside": a}, "model": a, "other": b}, "a"),
     ],
 )
-def test_the_one_that_is_meant(obj: Callable[[Any, Any], Any], names: str, tmp_path: Path) -> None:
-    """State dicts before modules; a module under a usual name before state dicts that have
-    none; what has no tensors does not count.
+def test_choice_between_several_modules(obj: Callable[[Any, Any], Any], names: str, tmp_path: Path) -> None:
+    """A state dict is preferred to a module. A module with a usual name is preferred to a state dict without one.
+    Modules without tensors are ignored.
     """
     a, b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
     torch.save(obj(a, b), tmp_path / "m.pt")
     assert names_of(tmp_path / "m.pt") == list({"a": a, "b": b}[names].state_dict())
 
 
-def test_of_several_none_is_taken(tmp_path: Path) -> None:
-    """They are listed with their classes, and --select says which: with the class, or as a state dict."""
+def test_several_modules_are_ambiguous(tmp_path: Path) -> None:
+    """If there are several modules, none is chosen. The error lists them with their classes. ``--select`` extracts one
+    of them as a module or as a state dict.
+    """
     a, b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
     torch.save({"actor": a, "critic": b}, tmp_path / "m.pt")
     refused(
@@ -493,9 +506,9 @@ def test_of_several_none_is_taken(tmp_path: Path) -> None:
         ("epoch.n", "epoch/n"),
     ],
 )
-def test_a_name_is_answered_with_its_path(name: str, path: str, tmp_path: Path, command: Command) -> None:
-    """What stands at a path and is asked for by its name: the command of the hint runs, and for a
-    module what the hint says of its weights.
+def test_select_with_a_name_suggests_the_path(name: str, path: str, tmp_path: Path, command: Command) -> None:
+    """If ``--select`` is given a name, the error suggests the path of the object with this name, and the suggested
+    command succeeds. For a module it also suggests ``--state-dict``.
     """
     net = nn.ModuleDict({"fc": nn.Sequential(nn.Linear(2, 2))})
     more = [nn.ModuleDict({"up": nn.Linear(3, 3)})]
@@ -510,8 +523,8 @@ def test_a_name_is_answered_with_its_path(name: str, path: str, tmp_path: Path, 
         assert torch.load(tmp_path / "weights.pt")
 
 
-def test_a_name_of_nothing_is_answered_with_the_paths(tmp_path: Path) -> None:
-    """What there is, and the command that shows it all."""
+def test_select_without_a_match_lists_the_paths(tmp_path: Path) -> None:
+    """If ``--select`` matches nothing, the error lists the existing paths and the command that shows the contents."""
     torch.save({"net": nn.Linear(2, 2)}, tmp_path / "m.pt")
     refused(
         NoMatchError,
@@ -524,7 +537,7 @@ def test_a_name_of_nothing_is_answered_with_the_paths(tmp_path: Path) -> None:
     refused(NoMatchError, r"nothing at x.*; to see the contents: ", tmp_path / "n.pt", tmp_path / "no.pt", select="x")
 
 
-# What gives none, or not all
+# Modules without a state dict, or with an incomplete one
 
 
 def in_itself() -> nn.Module:
@@ -534,7 +547,7 @@ def in_itself() -> nn.Module:
 
 
 def twice_in_the_next() -> nn.Module:
-    """Thirty modules, each twice in the next: a billion names."""
+    """Return 30 nested lists of modules. Each contains the next one twice, so there are a billion names."""
     net: nn.Module = nn.Linear(1, 1)
     for _ in range(30):
         net = nn.ModuleList([net, net])
@@ -546,8 +559,10 @@ def twice_in_the_next() -> nn.Module:
     [(in_itself, "a module contains itself, at deep.self"), (twice_in_the_next, "too many")],
     ids=["a module in itself", "a billion names"],
 )
-def test_what_gives_no_state_dict_is_refused(make: Callable[[], nn.Module], trouble: str, tmp_path: Path) -> None:
-    """inspect says so, without a list of them, and the file itself is converted."""
+def test_modules_without_a_state_dict_are_refused(make: Callable[[], nn.Module], trouble: str, tmp_path: Path) -> None:
+    """For a module without a state dict, `inspect` gives the reason, ``state_dict=True`` is refused, and other
+    conversions still work.
+    """
     zoo.save({"model": make()}, tmp_path / "m.pt", ["cuda:0"])
     assert trouble in str(inspect(tmp_path / "m.pt").modules[0].trouble)
     refused(
@@ -556,14 +571,18 @@ def test_what_gives_no_state_dict_is_refused(make: Callable[[], nn.Module], trou
     convert(tmp_path / "m.pt", tmp_path / "cpu.pt", "--to", "cpu")
 
 
-def test_torch_does_not_come_back_from_a_module_in_itself() -> None:
-    """So there is nothing to be compared with."""
+def test_torch_fails_for_a_module_that_contains_itself() -> None:
+    """torch's ``state_dict()`` fails with a RecursionError for a module that contains itself, so there is no result to
+    compare with.
+    """
     with pytest.raises(RecursionError):
         in_itself().state_dict()
 
 
-def test_modules_as_deep_as_names_go(tmp_path: Path) -> None:
-    """Three hundred levels, which Python's recursion has no part in. In Python 3.12, torch.save takes fewer."""
+def test_deeply_nested_modules(tmp_path: Path) -> None:
+    """The names of 300 nested modules are found without Python recursion. ``torch.save`` supports fewer levels in
+    Python 3.12.
+    """
     net: nn.Module = nn.Linear(1, 1)
     for _ in range(100 if sys.version_info[:2] == (3, 12) else 300):
         net = nn.Sequential(net)
@@ -577,9 +596,9 @@ def test_modules_as_deep_as_names_go(tmp_path: Path) -> None:
     assert names_of(tmp_path / "m.pt") == expected
 
 
-def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
-    """A lazy parameter without a shape, and a module that is none of torch's: the rest is
-    taken, and the report says what is missing.
+def test_unknown_tensors_are_left_out_and_listed(tmp_path: Path) -> None:
+    """A lazy parameter without a shape, and an entry of ``_modules`` that is not a torch module, are left out of the
+    state dict. The report and `inspect` list them.
     """
     net = nn.ModuleDict({"lazy": nn.LazyLinear(3), "real": nn.Linear(2, 2)})
     net._modules["odd"] = zoo.Config(weight=torch.ones(3))  # type: ignore[assignment]
@@ -590,8 +609,8 @@ def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
     assert inspect(tmp_path / "src.pt").modules[0].unknown == ("odd", "lazy.weight", "lazy.bias")
 
 
-def test_a_tensor_of_another_class_stays_one(tmp_path: Path) -> None:
-    """As in ``state_dict()``; what stood before it in the file's order does not come between."""
+def test_a_tensor_subclass_keeps_its_class(tmp_path: Path) -> None:
+    """A tensor subclass keeps its class and its position in the state dict, also if it occurs earlier in the file."""
     net = nn.Linear(2, 2)
     net.register_buffer("odd", torch.ones(3).as_subclass(zoo.AttributedTensor))
     torch.save({"first": net.odd, "net": net, "list": [net.bias]}, tmp_path / "m.pt")
@@ -601,8 +620,10 @@ def test_a_tensor_of_another_class_stays_one(tmp_path: Path) -> None:
     assert type(state["odd"]) is zoo.AttributedTensor and torch.equal(torch.Tensor(state["odd"]), torch.ones(3))
 
 
-def test_tensors_that_stand_elsewhere_first(tmp_path: Path) -> None:
-    """In the file's order the module may come last; torch's safe loader takes the output all the same."""
+def test_tensors_that_occur_before_the_module(tmp_path: Path) -> None:
+    """A state dict is extracted correctly if its tensors occur in the file before the module, and torch loads it with
+    ``weights_only=True``.
+    """
     model = made("everything")
     obj = [list(model.parameters())[::-1], {"x": model.steps, "n": 1}, model]
     assert_same_state(taken_out(tmp_path, obj), model.state_dict())
@@ -612,7 +633,7 @@ def test_tensors_that_stand_elsewhere_first(tmp_path: Path) -> None:
 
 
 def quantized() -> dict[str, tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """Modules, and the tensors that they hold by the names that they get."""
+    """Return modules by name, each with the tensors that its state dict must contain."""
     import torch.ao.nn.quantized as nnq
 
     torch.manual_seed(3)
@@ -643,7 +664,7 @@ def quantized() -> dict[str, tuple[nn.Module, dict[str, torch.Tensor]]]:
 @pytest.mark.skipif(not torch.backends.quantized.supported_engines, reason="this torch quantizes nothing")
 @pytest.mark.parametrize("name", ["dynamic", "half", "conv", "conv inside", "embedding", "lstm"])
 def test_packed_weights_are_taken(name: str, tmp_path: Path) -> None:
-    """Each of its tensors has a name; safetensors refuses by name what is quantized."""
+    """The packed weights of quantized modules are in the state dict. Quantized tensors are refused for safetensors."""
     model, expected = quantized()[name]
     state, report = round_trip(tmp_path, model, weights_only=True, state_dict=True)
     assert all(each.nbytes == 0 for each in report.left_behind)
@@ -660,8 +681,10 @@ def test_packed_weights_are_taken(name: str, tmp_path: Path) -> None:
         )
 
 
-def test_what_a_person_sees(tmp_path: Path, command: Command) -> None:
-    """Class, numbers and first names; what is missing; what every module has is left to --json."""
+def test_output_of_inspect(tmp_path: Path, command: Command) -> None:
+    """`inspect` prints the class, the sizes, the first names and the unknown tensors of a module. Attributes that torch
+    adds to every module are not printed.
+    """
     net = nn.ModuleDict({"real": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "lazy": nn.LazyLinear(3)})
     torch.save({"model": net, "epoch": 7}, tmp_path / "m.pt")
     lines = command("inspect", tmp_path / "m.pt").out.splitlines()
@@ -676,13 +699,15 @@ def test_what_a_person_sees(tmp_path: Path, command: Command) -> None:
 
 # Hostile files
 
-#: Records that say where torch's own writer put the others.
+#: Changes that remove the records in which torch describes the layout of the file.
 WITHOUT_LAYOUT = dict.fromkeys((".format_version", ".storage_alignment"))
 
 
 @pytest.mark.untraced
 def test_random_changes_are_typed_errors(tmp_path: Path) -> None:
-    """Any opcode's argument put in the place of another's: read, refused or converted, never another exception."""
+    """If an argument of an opcode in a pickle is changed, reading and converting the file succeed or raise a
+    CkptconvError.
+    """
     torch.save({"model": made("shared")}, tmp_path / "m.pt")
     pickle = records_of(tmp_path / "m.pt")["data.pkl"]
     starts = [at for opcode, _, at in pickletools.genops(pickle) if opcode.name in ("BINGET", "BININT1")]
@@ -698,8 +723,8 @@ def test_random_changes_are_typed_errors(tmp_path: Path) -> None:
 
 
 def test_each_name_has_a_tensor_of_its_own(tmp_path: Path) -> None:
-    """Of one parameter under two names ``state_dict()`` gives two tensors on one
-    storage, and so does what is taken out.
+    """If one parameter has two names, the output contains two tensors that share a storage, like the result of
+    ``state_dict()``.
     """
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight

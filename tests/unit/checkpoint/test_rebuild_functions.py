@@ -1,4 +1,4 @@
-"""Tensors that torch's rebuild functions make."""
+"""Tests of tensors that torch's rebuild functions create."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # by whose import torch.load takes jagged tensors
+import torch._dynamo  # torch.load accepts jagged tensors only after this import
 
 import ckptconv
 from ckptconv.errors import RefusedError, UnsupportedError
@@ -21,14 +21,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 
 @pytest.fixture
 def jagged(tmp_path: Path) -> Path:
-    """A checkpoint with a tensor of ``torch.jagged`` layout, whose elements stand there under a name too."""
+    """Return the path of a checkpoint with a jagged tensor, whose elements are also stored under a name of
+    their own.
+    """
     values = torch.arange(18.0).view(6, 3)
     parts = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 6]), min_seqlen=2, max_seqlen=4)
     return saved_at(tmp_path / "in.pt", {"values": values, "j": parts, "w": torch.ones(2)})
 
 
 def test_a_jagged_tensor_is_one_tensor(jagged: Path) -> None:
-    """Its parts are no tensors beside it, and no state dict."""
+    """A jagged tensor is listed as one tensor. Its parts are neither listed as tensors nor recognized as a
+    state dict.
+    """
     found = ckptconv.inspect(jagged)
     kinds = {each.path: (each.kind, tuple(each.shape), each.tied_to) for each in found.tensors}
     assert kinds == {
@@ -40,7 +44,7 @@ def test_a_jagged_tensor_is_one_tensor(jagged: Path) -> None:
 
 
 def test_safetensors_cannot_hold_a_jagged_tensor(jagged: Path, tmp_path: Path) -> None:
-    """It is refused by name; left out, the rest is written."""
+    """safetensors refuses a jagged tensor with its name. If it is excluded, the other tensors are written."""
     refused(RefusedError, r"cannot store j \(jagged\).*exclude='j'", jagged, tmp_path / "out.safetensors")
     ckptconv.convert(jagged, tmp_path / "out.safetensors", exclude="j")
     assert [*ckptconv.load(tmp_path / "out.safetensors")] == ["values", "w"]
@@ -49,8 +53,10 @@ def test_safetensors_cannot_hold_a_jagged_tensor(jagged: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "options", [{"map_location": "cpu"}, {"compact": True}, {"format": "legacy"}, {"dtype": "bf16"}], ids=str
 )
-def test_a_jagged_tensor_stays_what_it_is(jagged: Path, tmp_path: Path, options: Any) -> None:
-    """Whatever becomes of what stands beside it; its elements are not cast under their own name either."""
+def test_a_jagged_tensor_is_not_changed(jagged: Path, tmp_path: Path, options: Any) -> None:
+    """A conversion does not change a jagged tensor. Its elements are not cast, even if they have a name of
+    their own.
+    """
     report = ckptconv.convert(jagged, tmp_path / "out.pt", **options)
     if "dtype" in options:
         assert report.changes.not_cast == {"part of a jagged tensor": ["values"], "jagged": ["j"]}
@@ -60,13 +66,13 @@ def test_a_jagged_tensor_stays_what_it_is(jagged: Path, tmp_path: Path, options:
     assert ckptconv.diff(jagged, jagged).same
     if torch_facts.version() < (2, 15):
         assert_same([*ckptconv.load(jagged)["j"].unbind()], [*old.unbind()])
-    else:  # the safe loader takes none
+    else:
         with pytest.raises(UnsupportedError, match="safe loader refuses"):
             ckptconv.load(jagged)
 
 
 def test_a_change_of_a_jagged_tensor_is_found(jagged: Path, tmp_path: Path) -> None:
-    """Of where its parts begin too, which stands beside its elements."""
+    """`diff` finds a change in the offsets of a jagged tensor."""
     changed = torch.load(jagged, weights_only=False)
     changed["j"]._offsets[1] = 3
     torch.save(changed, tmp_path / "other.pt")
@@ -74,7 +80,7 @@ def test_a_change_of_a_jagged_tensor_is_found(jagged: Path, tmp_path: Path) -> N
 
 
 def test_a_bad_tensor_does_not_change_what_is_found_in_the_next(tmp_path: Path) -> None:
-    """verify finds the same fault in each of sixty tensors, which are more than calls may be nested."""
+    """`verify` finds the same fault in each of 60 tensors. This is more than the limit of nested calls."""
     torch.save({f"w{i}": torch.ones(3) for i in range(60)}, tmp_path / "good.pt")
     with zipfile.ZipFile(tmp_path / "good.pt") as good, zipfile.ZipFile(tmp_path / "bad.pt", "w") as bad:
         for name in good.namelist():

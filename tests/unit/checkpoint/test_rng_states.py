@@ -1,4 +1,4 @@
-"""The RNG rule: which tensors are recognised as states of random generators."""
+"""Tests of the RNG rule, which decides which tensors are states of random generators."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.support.reduced import Reduced
 
 W = torch.zeros(2)
 STATE = torch.get_rng_state()
-#: ``random_features`` is a buffer.
+#: A state dict with buffers whose names contain ``random`` and ``rng``.
 BUFFERS = {**nn.Linear(1, 1).state_dict(), "random_features": numbers(), "random.rng": numbers()}
-#: What Hugging Face's Trainer and accelerate save beside a model.
+#: The states that Hugging Face's Trainer and accelerate save next to a model.
 TRAINER = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": STATE, "cuda": [numbers()]}
 ACCELERATE = {
     "step": 1,
@@ -53,7 +53,7 @@ ACCELERATE = {
         ({"numpy": 1, "torch_cuda": numbers()}, []),
         (TRAINER, ["cpu", "cuda[0]"]),
         (ACCELERATE, ["torch_manual_seed", "torch_cuda_manual_seed[0]"]),
-        # below the word of a device: a mask beside a state is none
+        # Next to a state, a tensor is a state only if its key names a device, so a mask is not.
         ({"rng_state": STATE, "mask": numbers(), "x": 1}, ["rng_state"]),
         ({"cpu": STATE, "cuda": [numbers()], "mask": numbers(), "x": 1}, ["cpu", "cuda[0]"]),
         ({"torch": STATE, "torch.cuda": [numbers()], "x": None}, ["torch", "torch.cuda[0]"]),
@@ -62,18 +62,20 @@ ACCELERATE = {
             ["torch", "cuda"],
         ),
         ({"python": 1, "numpy": 2, "mask": numbers()}, []),
-        # two tensors on one storage: moving it would move the other; one tensor under two keys is fine
+        # Tensors that share a storage are not states, because moving one would move the other. One tensor under two
+        # keys is a state.
         ({"rng_state": STATE, "view": STATE.view(2, -1), "x": 1}, []),
         ({"rng_state": STATE, "again": STATE, "x": 1}, ["rng_state"]),
-        # a state dict has none by name, but 5,056 elements are one even there
+        # In a state dict, a name does not make a tensor a state, but 5,056 elements do.
         ({"model": BUFFERS}, []),
         ({"rng_net": {"w": W, "mask": numbers()}}, []),
         ({"model": {**BUFFERS, "state": STATE}}, ["model/state"]),
     ],
 )
-def test_where_generator_states_stand(read: Any, obj: object, paths: list[str]) -> None:
-    """5,056 elements; under a key with one of the words in it; beside one of 5,056
-    elements; beside ``python`` and ``numpy``.
+def test_generator_states(read: Any, obj: object, paths: list[str]) -> None:
+    """A tensor is recognized as a generator state if it has 5,056 elements, or if a key above it contains a word such
+    as 'rng'. Under the name of a device, it is also recognized next to such a state, or next to ``python`` and
+    ``numpy``.
     """
     detected = read(obj)
     assert rng_states(detected) == paths
@@ -96,13 +98,13 @@ def test_where_generator_states_stand(read: Any, obj: object, paths: list[str]) 
     ],
     ids=["int8", "float32", "2-D", "head", "tail", "strided", "expanded", "0-D", "view of 5056", "2-D of 5056"],
 )
-def test_what_is_no_generator_state_wherever_it_stands(read: Any, tensor: torch.Tensor) -> None:
-    """Only contiguous 1-D uint8 tensors that fill their storage are."""
+def test_tensors_that_are_not_generator_states(read: Any, tensor: torch.Tensor) -> None:
+    """Only contiguous 1-D uint8 tensors that fill their storage are recognized as generator states."""
     assert rng_states(read({"rng_state": tensor, "x": 1})) == []
 
 
 def test_the_state_of_a_generator_object(read: Any) -> None:
-    """``torch.Generator`` carries its state with it."""
+    """The state tensor of a pickled ``torch.Generator`` is recognized."""
     detected = read({"dropout": torch.Generator().manual_seed(1), "x": 1})
     assert [info.nbytes for info in detected.rng_states] == [CPU_RNG_BYTES]
     assert rng_states(detected) == ["dropout/.__state__[2]"]

@@ -1,4 +1,4 @@
-"""The static copy of what torch's ``weights_only`` unpickler takes, compared with that unpickler."""
+"""Comparisons of the copied rules of torch's ``weights_only`` unpickler with the unpickler itself."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ def graph_of(data: bytes) -> Graph:
 
 def loads(data: bytes) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of every protocol but 2
+        warnings.simplefilter("ignore")  # it warns about every protocol except 2
         return safe.load(io.BytesIO(data), encoding="utf-8")
 
 
-def test_list_is_that_of_torch() -> None:
-    """The allowlist of the torch that the tests run with, name for name."""
+def test_allowlist_is_that_of_torch() -> None:
+    """The allowlist for the installed version equals the allowlist of the installed torch."""
     rules = Rules(version_of(torch.__version__))
     assert set(safe._get_allowed_globals()) == {name for name in ALLOWED if rules.allow(name)}
 
 
-def test_lists_of_what_imports_add() -> None:
-    """What ``import torch`` adds to the list, and what torch's own modules add when they are imported."""
+def test_globals_that_imports_add() -> None:
+    """The tables contain the globals that ``import torch``, and imports of torch's own modules, add to the
+    allowlist.
+    """
     program = """
 import importlib, sys, torch
 from torch.serialization import get_safe_globals
@@ -64,9 +66,9 @@ for module in sys.argv[1:]:
     assert all(found <= ours for found, ours in zip(others, ADDED_BY.values(), strict=True)) and all(others)
 
 
-def test_what_torchao_adds() -> None:
-    """The classes that ``import torchao`` adds to the list, in the version that is installed, name that import; the
-    optimizers' among them, which are in a module of their own.
+def test_globals_that_torchao_adds() -> None:
+    """A class that ``import torchao`` adds to the allowlist in the installed version requires that import. The classes
+    that ``torchao.prototype.mx_formats`` adds require its import.
     """
     pytest.importorskip("torchao", reason="torchao is not installed: pip install --no-deps torchao==0.18.0")
     program = """
@@ -86,7 +88,9 @@ print(*sorted(names()))
 
 
 def test_names_of_python_2_are_mapped_as_torch_maps_them() -> None:
-    """torch has a shorter list of these than Python: what ours adds leads to nothing that is allowed."""
+    """torch maps fewer names of Python 2 than Python does. None of the additional mappings leads to an allowed
+    global.
+    """
     for old, new in NAME_MAPPING.items() - torch._utils.NAME_MAPPING.items():
         assert ".".join(new) not in ALLOWED, old
     for module, other in IMPORT_MAPPING.items() - torch._utils.IMPORT_MAPPING.items():
@@ -125,15 +129,17 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("obj", TAKEN, ids=range(len(TAKEN)))  # not repr: processes disagree about the order of a set
-def test_what_is_taken_comes_out_loadable(obj: object, protocol: int) -> None:
-    """Whatever protocol it came in: nothing is in the way, and torch's unpickler gives the object back."""
+@pytest.mark.parametrize("obj", TAKEN, ids=range(len(TAKEN)))  # not repr: the order of a set differs between processes
+def test_accepted_objects_are_made_loadable(obj: object, protocol: int) -> None:
+    """A pickle of an accepted object has no obstacles in protocols 3 to 5. After it is emitted as loadable, torch's
+    unpickler returns an equal object.
+    """
     data = pickle.dumps(obj, protocol)
     graph = graph_of(data)
     if protocol > 2:
         assert list(obstacles(graph)) == []
     if list(obstacles(graph)):
-        return  # protocols 0 to 2 write bytes and sets by calls that torch does not know
+        return  # protocols 0 to 2 write bytes and sets with calls that torch does not allow
     out = b"".join(part for part in emit(graph, loadable=can_be_made_loadable(graph)) if isinstance(part, bytes))
     assert out[:2] == b"\x80\x02"
     result = loads(out)
@@ -144,8 +150,10 @@ def test_what_is_taken_comes_out_loadable(obj: object, protocol: int) -> None:
 
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("obj", REFUSED, ids=lambda obj: repr(obj)[:20])
-def test_what_is_refused_is_refused_by_torch(obj: object, protocol: int) -> None:
-    """An obstacle is one: the unpickler raises, and nothing pretends that it could be made loadable."""
+def test_refused_objects_are_refused_by_torch(obj: object, protocol: int) -> None:
+    """A pickle of a refused object has an obstacle and cannot be made loadable, and torch's unpickler raises an
+    error.
+    """
     data = pickle.dumps(obj, protocol)
     assert list(obstacles(graph_of(data)))
     assert not can_be_made_loadable(graph_of(data))
@@ -164,8 +172,10 @@ def test_what_is_refused_is_refused_by_torch(obj: object, protocol: int) -> None
         b"\x80\x02\x82\x01.",
     ],
 )
-def test_agrees_with_torch_on_what_no_pickler_writes(data: bytes) -> None:
-    """Effects on the wrong things, old opcodes, extensions: both refuse."""
+def test_agrees_with_torch_on_pickles_that_no_pickler_writes(data: bytes) -> None:
+    """Pickles that no pickler writes are refused by both ckptconv and torch's unpickler. They contain old opcodes,
+    extensions, or assignments to objects of the wrong type.
+    """
     graph = graph_of(data)
     assert list(obstacles(graph)) or refused_opcodes(graph)
     with pytest.raises((pickle.UnpicklingError, AttributeError)):
@@ -173,12 +183,12 @@ def test_agrees_with_torch_on_what_no_pickler_writes(data: bytes) -> None:
 
 
 def test_a_popped_call_is_an_obstacle() -> None:
-    """A call whose result is thrown away cannot be said without POP."""
+    """A call whose result is discarded is an obstacle, because it cannot be written without POP."""
     graph = graph_of(b"\x80\x02ctorch\nSize\n)\x85R0N.")
     assert [reason for reason, _ in obstacles(graph)] == ["a call whose result is discarded"]
 
 
-# Generated pickles: the simulation against torch's unpickler
+# Comparison with torch's unpickler for generated pickles
 
 
 CALLED = [
@@ -193,7 +203,7 @@ ATOMS = [
     b"T\x01\x00\x00\x00a", b"]", b")", b"}", b"\x8f", b"(l", b"(d", b"(t", b"ctorch\nfloat32\n",
     b"c__builtin__\nset\n", b"cos\ngetcwd\n", b"\x82\x01",
 ]  # a table  # fmt: skip
-#: What is done to the value on top of the stack: an opcode and its operands.
+#: Modifications of the value on top of the stack: an opcode and its operands.
 DONE = [
     b"K\x01K\x02s", b"(K\x01K\x02u", b"(u", b"K\x01a", b"(K\x01e", b"}X\x01\x00\x00\x00aK\x01sb", b"0N",
     b"2\x85\x85", b"\x85", b"q\x00h\x00\x86", b"(K\x01\x90", b"\x94", b"p5\n",
@@ -202,7 +212,9 @@ DONE = [
 
 @st.composite
 def pickles(draw: st.DrawFn) -> bytes:
-    """A pickle of a value, made by a call or not, to which something may be done; inside another, maybe."""
+    """Generate pickles of one to three values. A value may be the result of a call, may be modified, and may contain
+    the previous value.
+    """
     header = draw(st.sampled_from([b"\x80\x02", b"\x80\x02", b"\x80\x03", b"\x80\x04", b""]))
     body = b""
     for _ in range(draw(st.integers(1, 3))):
@@ -226,9 +238,9 @@ def pickles(draw: st.DrawFn) -> bytes:
 @example(data=b"\x80\x03c__builtin__\nset\n)R.")
 @example(data=b"\x80\x02U\x01\xff.")
 @example(data=b"\x80\x02c__builtin__\nset\n)RK\x01K\x02s.")
-def test_simulation_is_torchs_unpickler(data: bytes) -> None:
-    """Opcodes, what BUILD and SETITEM may be done to, Python 2's names: what torch's unpickler refuses is not said to
-    load, and what it loads is not said to be refused.
+def test_simulation_agrees_with_torchs_unpickler(data: bytes) -> None:
+    """If torch's unpickler refuses a generated pickle, ckptconv gives a reason. If it loads the pickle, ckptconv does
+    not report it as refused.
     """
     try:
         graph = graph_of(data)

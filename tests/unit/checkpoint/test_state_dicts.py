@@ -1,4 +1,4 @@
-"""What is recognised: state dicts, optimizers with names, and the state dict that is meant."""
+"""Tests of the recognition of state dicts, of optimizers with parameter names, and of the main state dict."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ STATE = nn.Linear(1, 1).state_dict()
         (W, []),
         ({"model": {"w": W, "epoch": 3}}, []),
         ({"model": {"w": W}, "same": {"outer": W, "inner_extra_state": {"w": W}}}, ["model", "same"]),
-        ({"a": STATE, "b": STATE}, ["a"]),  # one under two keys stands where it stands first
+        ({"a": STATE, "b": STATE}, ["a"]),  # a state dict under two keys is listed under the first
         (nn.ReLU().state_dict(), ["."]),
         ({"state": {"w": W}, "param_groups": []}, []),
         ({"state": {"w": W}}, ["state"]),
-        ({"net": torch.nn.BatchNorm1d(2)}, []),  # a module's parameters are attributes: no prefix is put before them
+        ({"net": torch.nn.BatchNorm1d(2)}, []),  # parameters of a module are attributes, so there is no state dict
     ],
 )
 def test_a_mapping_of_names_to_tensors(read: Any, obj: object, paths: list[str]) -> None:
-    """String keys, at least one tensor, and nothing but tensors, None and ``*_extra_state``; none
-    inside another one.
+    """A mapping is a state dict if its keys are strings, it contains a tensor, and all values are tensors, None or
+    ``*_extra_state``. A state dict inside another one is not listed.
     """
     assert state_dicts(read(obj)) == paths
 
 
 def test_metadata_makes_a_state_dict_of_anything(read: Any) -> None:
-    """``_metadata`` is what ``Module.state_dict()`` sets, whatever the values are, and an empty one too."""
+    """A mapping with ``_metadata``, which ``Module.state_dict()`` sets, is a state dict whatever its values are."""
     state = nn.Linear(1, 1).state_dict()
     state["version"] = "1.0"
     (found,) = read({"net": state}).state_dicts
@@ -66,8 +66,8 @@ def test_metadata_makes_a_state_dict_of_anything(read: Any) -> None:
     assert read({"w": W}).state_dicts[0].metadata is None
 
 
-def test_an_optimizer_holds_no_state_dict(read: Any) -> None:
-    """``optimizer['state'][0]`` looks like one and is none."""
+def test_the_state_of_an_optimizer_is_not_a_state_dict(read: Any) -> None:
+    """``optimizer['state'][0]`` is not a state dict, although it maps names to tensors."""
     net = nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.ones(1)).backward()
@@ -87,8 +87,10 @@ def test_an_optimizer_holds_no_state_dict(read: Any) -> None:
         OrderedDict(cpu=torch.get_rng_state()),
     ],
 )
-def test_a_mapping_of_generator_states_is_no_state_dict(read: Any, obj: object) -> None:
-    """Though it has names and tensors: all of them stay on the CPU."""
+def test_a_mapping_of_generator_states_is_not_a_state_dict(read: Any, obj: object) -> None:
+    """A mapping of generator states is not a state dict, although it maps names to tensors. All its tensors are
+    recognized as generator states.
+    """
     detected = read(obj)
     assert state_dicts(detected) == []
     assert {info.dtype for info in detected.rng_states} == {"uint8"}
@@ -96,13 +98,15 @@ def test_a_mapping_of_generator_states_is_no_state_dict(read: Any, obj: object) 
 
 
 def test_weights_under_a_generator_key_are_a_state_dict(read: Any) -> None:
-    """A GAN's generator is a model, its 1-D uint8 buffer no generator's state."""
+    """The weights of a GAN under the key 'generator' are a state dict. A 1-D uint8 buffer in it is not a generator
+    state.
+    """
     detected = read({"generator": {"w": W, "mask": numbers()}, "discriminator": {"w": W.clone()}})
     assert state_dicts(detected) == ["generator", "discriminator"]
     assert rng_states(detected) == []
 
 
-# The state dict that is meant
+# The main state dict
 
 
 @pytest.mark.parametrize(
@@ -118,16 +122,20 @@ def test_weights_under_a_generator_key_are_a_state_dict(read: Any) -> None:
         ({"epoch": 3}, []),
     ],
 )
-def test_which_state_dict_is_meant(read: Any, obj: object, paths: list[str]) -> None:
-    """The root, else the only one, else the one under a usual name; all of them where that is not clear."""
+def test_main_state_dict(read: Any, obj: object, paths: list[str]) -> None:
+    """The main state dict is the one at the root, or the only one, or the only one under a usual name. Otherwise all
+    state dicts are returned.
+    """
     assert [found.path for found in read(obj).main()] == paths
 
 
-# Optimizers with names
+# Optimizers with parameter names
 
 
 def test_an_optimizer_keyed_by_names(read: Any) -> None:
-    """Every place of a name: keys of ``state``, members of ``params`` and of ``param_names``, in each group."""
+    """Parameter names of an optimizer are found in the keys of ``state``, and in ``params`` and ``param_names`` of each
+    group.
+    """
     optimizer = {
         "state": {"a.w": {"step": W}, "b.w": {"step": W}},
         "param_groups": [{"lr": 1, "params": ["a.w"]}, {"params": ["b.w"], "param_names": ["b.w"], "name": "b.w"}],
@@ -138,7 +146,7 @@ def test_an_optimizer_keyed_by_names(read: Any) -> None:
 
 
 def test_named_parameters_beside_integers(read: Any) -> None:
-    """torch's own ``param_names`` are names, though the state is keyed by integers."""
+    """The names in torch's own ``param_names`` are found, although the state is keyed by integers."""
     net = nn.Linear(1, 1)
     (found,) = read(torch.optim.SGD(net.named_parameters()).state_dict()).optimizers
     assert found.names() == ["weight", "bias"]
@@ -154,12 +162,12 @@ def test_named_parameters_beside_integers(read: Any) -> None:
     ],
 )
 def test_an_optimizer_without_names(read: Any, obj: object) -> None:
-    """Keyed by integers, or of another shape: it has no names to follow."""
+    """An optimizer whose state is keyed by integers, or whose groups have another form, has no parameter names."""
     assert read(obj).optimizers == []
 
 
 def test_the_training_fixture(fixtures: Path) -> None:
-    """One model, an optimizer keyed by integers, two generator states."""
+    """The training fixture contains one state dict, an optimizer keyed by integers, and two generator states."""
     with Source(fixtures / "training.pt") as source:
         detected = opening.read(source).detected
     assert state_dicts(detected) == ["model"]

@@ -1,4 +1,4 @@
-"""Persistent ids of storages: what they say, and what a changed one shares with the one before."""
+"""Tests of the persistent ids of storages: how they are read, written and changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALF = Global("torch", "HalfStorage")
 
 
 def graph_of(*ids: Any) -> Graph:
-    """A pickle that has these persistent ids."""
+    """Return the graph of a pickle with the persistent ids `ids`."""
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, obj: Any) -> Any:
@@ -39,13 +39,13 @@ def graph_of(*ids: Any) -> Graph:
 
 
 class Mention:
-    """Something for which a pickle has a persistent id."""
+    """An object that is pickled as a persistent id."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
-def test_parts_are_those_of_the_id_that_torch_writes() -> None:
+def test_parts_of_an_id_that_torch_writes() -> None:
     (node,) = graph_of(("storage", torch.HalfStorage, "7", "cuda:1", 3)).references
     said = checked_storage_id(node, "x")
     assert said == storage_id(node)
@@ -53,12 +53,12 @@ def test_parts_are_those_of_the_id_that_torch_writes() -> None:
     assert (said.dtype.name, said.dtype.itemsize) == ("float16", 2)
 
 
-def test_new_id_says_what_it_is_made_of() -> None:
+def test_new_id_contains_its_parts() -> None:
     node = PersistentId(new_id(HALF, "7", "cpu", 3))
     assert checked_storage_id(node, "x") == StorageId(HALF, "7", "cpu", 3)
 
 
-def test_texts_of_python_2_are_read_and_stay() -> None:
+def test_python_2_strings_are_read_and_kept() -> None:
     word, key, tag = (Py2String(text) for text in (b"storage", b"7", b"cpu"))
     node = PersistentId(Tuple([word, HALF, key, tag, 3]))
     assert checked_storage_id(node, "x") == storage_id(node) == StorageId(HALF, "7", "cpu", 3)
@@ -72,7 +72,7 @@ def test_texts_of_python_2_are_read_and_stay() -> None:
     "change",
     [{"cls": Global("torch", "ByteStorage")}, {"key": ""}, {"tag": "mps"}, {"numel": 0}, {"key": "8", "numel": 4}, {}],
 )
-def test_changed_id_is_another_that_differs_in_what_is_given_alone(change: dict[str, Any]) -> None:
+def test_changed_id_is_a_copy_with_only_the_given_changes(change: dict[str, Any]) -> None:
     old = new_id(HALF, "7", "cpu", 3)
     node, before = PersistentId(old), [*old.items]
     new = changed_id(node, **change)
@@ -100,7 +100,7 @@ def test_changed_id_is_another_that_differs_in_what_is_given_alone(change: dict[
         (Tuple(["storage", HALF, "7", "cpu", True]), "has parts of wrong types"),
     ],
 )
-def test_id_of_something_else_is_refused(id_: Value, what: str) -> None:
+def test_malformed_ids_are_refused(id_: Value, what: str) -> None:
     with pytest.raises(MalformedError) as info:
         checked_storage_id(PersistentId(id_), "the file")
     assert info.value.what == f"a persistent id {what}"
@@ -116,15 +116,17 @@ def test_id_of_something_else_is_refused(id_: Value, what: str) -> None:
     ids=["six parts", "another class of torch's"],
 )
 def test_id_of_a_later_torch_is_not_damage(id_: Tuple) -> None:
-    """More parts, or a storage class that torch may have added, are unsupported and not malformed."""
+    """An id with more parts, or with an unknown storage class of torch, is reported as unsupported, not as
+    malformed.
+    """
     with pytest.raises(UnsupportedError, match="not known to this version"):
         checked_storage_id(PersistentId(id_), "the file")
 
 
-def test_sizes_are_those_of_what_is_a_storage() -> None:
+def test_sizes_of_valid_storages() -> None:
     graph = graph_of(
         ("storage", torch.HalfStorage, "a", "cpu", 3),
-        ("storage", torch.LongStorage, "b", "cpu", 2, None),  # of the older format
+        ("storage", torch.LongStorage, "b", "cpu", 2, None),  # an id of the legacy format
         ("storage", torch.HalfStorage, "c", "cpu", -1),
         ("storage", torch.Tensor, "d", "cpu", 3),
         ("storage", torch.HalfStorage, 5, "cpu", 3),

@@ -1,4 +1,6 @@
-"""The elements of tensors as pieces: what torch writes out, whatever the storage is made of."""
+"""Tests of the pieces that contain the elements of a tensor: they equal the bytes that torch writes, for every kind of
+storage data.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.support.pieces import KINDS, RAW, bytes_of, every_data, numbers_in
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    """The numbers, after seven bytes; behind them, deflated."""
+    """Yield a file with seven bytes, the test numbers, and the same numbers deflated."""
     with Source(numbers_in(tmp_path_factory.mktemp("elements") / "numbers")) as source:
         yield source
 
@@ -60,7 +62,9 @@ def info_of(
 def test_elements_in_row_major_order(
     source: Source, kind: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, neg: bool
 ) -> None:
-    """As torch writes them out; a view of a chain lies within one of its parts."""
+    """The piece of a view contains its elements in row-major order, for every kind of storage data. In a chain, a view
+    lies within one part.
+    """
     data, raw = every_data(source)[kind]
     dtype = "float64" if kind.startswith("cast") else "float32"
     info = info_of(data, dtype, shape, stride, offset, neg=neg)
@@ -70,8 +74,8 @@ def test_elements_in_row_major_order(
 
 
 @pytest.mark.parametrize("kind", ["span", "cast span"])
-def test_numbers_of_a_big_endian_machine(source: Source, kind: str) -> None:
-    """Are turned round before they are cast, and written as little ones."""
+def test_big_endian_numbers(source: Source, kind: str) -> None:
+    """Big-endian numbers are byte-swapped before they are cast, and the output is little-endian."""
     data, _ = every_data(source)[kind]
     dtype = "float64" if kind.startswith("cast") else "float32"
     turned = torch.frombuffer(

@@ -1,5 +1,5 @@
-"""What differs between versions of torch: the tables, held against what each version said of itself; and what is said
-of files that some versions load and others do not.
+"""Tests of the differences between versions of torch. The tables are compared with facts that were collected from each
+version. Other tests check the verdicts for files that only some versions load.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ NEWEST = "2.15"
 
 
 def of(kind: str, version: tuple[int, int]) -> set[str]:
-    """What `version` said of itself."""
+    """Return the facts of the kind `kind` that were collected from the torch `version`."""
     return {fact.removeprefix(f"{kind} ") for fact in TABLE[version] if fact.startswith(f"{kind} ")}
 
 
-def test_every_known_version_was_asked() -> None:
-    """There are facts of each version whose rules are known, and no others."""
+def test_table_has_every_known_version() -> None:
+    """The table contains facts of exactly the versions whose rules are known."""
     assert tuple(sorted(TABLE)) == KNOWN
 
 
 def test_facts_of_the_torch_that_is_installed() -> None:
-    """Nothing has changed in it since the table was made: a patch release, say."""
+    """The facts of the installed torch equal those in the table. They could change in a patch release, for example."""
     version = torch_facts.version()
     named = {fact for fact in TABLE[version] if not fact.startswith(("added-by", "code"))}
     assert torch_facts.facts(imports=False) == named
@@ -48,7 +48,9 @@ def test_facts_of_the_torch_that_is_installed() -> None:
 
 @pytest.mark.parametrize("version", KNOWN)
 def test_tables(version: tuple[int, int]) -> None:
-    """The names on the list, those that imports add, attributes, layouts and types of devices."""
+    """For each version, the allowlist, the globals that imports add, and the attributes, layouts and device types agree
+    with the collected facts.
+    """
     rules = Rules(version)
     assert {name for name in ALLOWED if rules.allow(name)} == of("allowed", version)
     added = of("added-by torch", version)
@@ -59,7 +61,7 @@ def test_tables(version: tuple[int, int]) -> None:
     assert of("attribute", version) <= tensors.ATTRIBUTES
     assert of("layout", version) == tensors.LAYOUTS
     assert of("device", version) <= tensors.DEVICE_TYPES
-    assert not of("pybind11", version)  # NEWOBJ of such a class waits for BUILD in 2.15
+    assert not of("pybind11", version)  # torch 2.15 delays NEWOBJ of such a class until BUILD
 
 
 def nested() -> Any:
@@ -80,7 +82,7 @@ def csr(starts: Any, indices: Any, layout: Any = torch.sparse_csr, values: Any =
 INVALID = "refused by torch 2.6 to 2.7, loads in torch 2.8 to 2.13, refused by torch 2.14 to 2.15"
 ALWAYS = "loads in torch 2.6 to 2.15"
 BLOCKS = torch.ones(2, 1, 2)
-#: What all versions say of a file.
+#: Objects to save, each with the verdicts of all versions for the file.
 FILES: dict[str, tuple[Callable[[], Any], str]] = {
     "plain": (lambda: {"w": torch.ones(2)}, ALWAYS),
     "float8_e8m0fnu": (lambda: torch.ones(2).to(torch.float8_e8m0fnu), "requires torch 2.7 or newer"),
@@ -111,7 +113,9 @@ FILES: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_files(name: str, tmp_path: Path) -> None:
-    """Every version's answer. That of the installed version is torch's own."""
+    """`verify` gives the verdict of every known version of torch. The verdict for the installed version agrees with the
+    result of ``torch.load``.
+    """
     make, expected = FILES[name]
     path = tmp_path / "x.pt"
     with warnings.catch_warnings():
@@ -129,8 +133,10 @@ def test_files(name: str, tmp_path: Path) -> None:
     assert verdict.versions[".".join(torch.__version__.split(".")[:2])] == ("refused" if why else "loads")
 
 
-def test_sparse_beyond_what_is_read(tmp_path: Path) -> None:
-    """Indices of more than 16 MB are not read. Versions that compare them with the size may refuse them."""
+def test_sparse_indices_that_are_too_large_to_read(tmp_path: Path) -> None:
+    """More than 16 MB of sparse indices are not read. The verdict is 'not known' for the versions that compare the
+    indices with the size.
+    """
     path = tmp_path / "x.pt"
     n = 1 << 20
     indices = torch.arange(n)[None].expand(2, n)
@@ -141,8 +147,10 @@ def test_sparse_beyond_what_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_items_on_a_tensor(tmp_path: Path) -> None:
-    """torch before 2.10 sets items of anything, beyond its memory too, and it is not known what comes of it."""
+def test_item_assignment_on_a_tensor(tmp_path: Path) -> None:
+    """torch before 2.10 sets items of any object, even beyond its memory. The result cannot be predicted, so the
+    verdict is 'not known'.
+    """
     path = tmp_path / "x.pt"
     path.write_bytes(torch_zip_of(b"\x80\x02ctorch\nFloatTensor\n)RK\x07K\x00s."))
     versions = ckptconv.verify(path, torch="all").versions
@@ -152,7 +160,7 @@ def test_items_on_a_tensor(tmp_path: Path) -> None:
 
 
 def test_an_exception(tmp_path: Path) -> None:
-    """torch 2.14 alone has Python's exceptions on its list."""
+    """Only torch 2.14 has Python's exceptions on its allowlist."""
     path = tmp_path / "x.pt"
     path.write_bytes(torch_zip_of(b"\x80\x02cbuiltins\nValueError\n)R."))
     versions = ckptconv.verify(path, torch="all").versions
@@ -161,7 +169,9 @@ def test_an_exception(tmp_path: Path) -> None:
 
 
 def test_records_and_names(tmp_path: Path) -> None:
-    """The record of the alignment is read since 2.7, and the suffix of safetensors counts since 2.13."""
+    """torch 2.7 and newer read the record of the alignment. torch 2.13 and newer treat a file with the suffix of
+    safetensors as safetensors.
+    """
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     path = rezip(tmp_path / "x.pt", tmp_path / "y.pt", {".storage_alignment": b"x"})
     versions = ckptconv.verify(path, torch="all").versions
@@ -172,11 +182,11 @@ def test_records_and_names(tmp_path: Path) -> None:
     assert versions and by_version(versions) == "loads in torch 2.6 to 2.12, refused by torch 2.13 to 2.15"
 
 
-# What is said
+# Output of the commands
 
 
 def test_inspect(tmp_path: Path, command: Command) -> None:
-    """About another version, all versions, and one that is not known."""
+    """`inspect` gives verdicts for another version of torch, for all versions, and for an unknown version."""
     path = tmp_path / "n.pt"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -195,7 +205,9 @@ def test_inspect(tmp_path: Path, command: Command) -> None:
 
 
 def test_verify(tmp_path: Path, command: Command) -> None:
-    """The version that is asked about decides a strict verdict, or every known one."""
+    """A strict `verify` checks the requested version of torch, or all known versions. An unknown version is not
+    proved.
+    """
     path = tmp_path / "e8.pt"
     torch.save({"w": torch.ones(2).to(torch.float16)}, tmp_path / "plain.pt")
     with warnings.catch_warnings():
@@ -215,7 +227,7 @@ def test_verify(tmp_path: Path, command: Command) -> None:
 
 
 def test_safetensors(tmp_path: Path, command: Command) -> None:
-    """They load with their own package, whatever the version of torch."""
+    """A safetensors file loads with the safetensors package, whatever the version of torch."""
     save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors")
     said = command("inspect", tmp_path / "m.safetensors", "--torch", "2.9").out
     assert "torch 2.9     yes: safetensors.torch.load_file(path)" in said
@@ -224,8 +236,8 @@ def test_safetensors(tmp_path: Path, command: Command) -> None:
 
 
 @pytest.mark.parametrize("word", ["new", "2", "", "v2.9"])
-def test_no_version(word: str, fixtures: Path, command: Command) -> None:
-    """What is no version is refused before a file is read."""
+def test_invalid_version(word: str, fixtures: Path, command: Command) -> None:
+    """An invalid version of torch is refused before a file is read."""
     for name in ("inspect", "verify"):
         assert (
             "no version of torch (expected --torch 2.9, or all"
@@ -236,7 +248,7 @@ def test_no_version(word: str, fixtures: Path, command: Command) -> None:
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch, fixtures: Path) -> None:
-    """Without torch here, the answer is about the newest known version."""
+    """If torch is not installed, the verdict is for the newest known version."""
     monkeypatch.setattr("sys.path", [])
     assert installed_torch() is None
     assert ckptconv.verify(fixtures / "cuda0.pt").torch == NEWEST
@@ -246,7 +258,7 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch, fixtures: Path) -> None:
 
 
 def test_flaws() -> None:
-    """Which versions have them."""
+    """`flaws_of` returns the known vulnerabilities of a version of torch."""
     assert flaws_of("2.5.1+cpu") == ("CVE-2025-32434", "CVE-2026-24747")
     assert flaws_of("2.6") == flaws_of("2.9.1") == ("CVE-2026-24747",)
     assert flaws_of("2.10.0") == flaws_of("3.0") == flaws_of(None) == ()
@@ -254,7 +266,7 @@ def test_flaws() -> None:
 
 @pytest.mark.parametrize("name", ["inspect", "verify"])
 def test_commands_name_flaws(name: str, fixtures: Path, command: Command) -> None:
-    """In one line for all files, on standard error."""
+    """`inspect` and `verify` print one line about vulnerabilities on standard error, also for several files."""
     ran = command(name, fixtures / "cuda0.pt", fixtures / "cuda0.pt", "--torch", "2.9")
     assert ran.err.count("CVE-2026-24747") == 1 and "install torch 2.10 or newer" in ran.err
     assert "CVE" not in command(name, fixtures / "cuda0.pt", "--torch", "2.10").err
@@ -262,7 +274,7 @@ def test_commands_name_flaws(name: str, fixtures: Path, command: Command) -> Non
 
 
 def test_load_warns_once(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``load`` refuses nothing for them, and says it once in a process."""
+    """`load` reads a file although the installed torch has a vulnerability, and warns once in a process."""
     from ckptconv.tensors import loading
 
     loading._warn_of_flaws.cache_clear()

@@ -1,4 +1,6 @@
-"""The copy of torch's ``weights_only`` unpickler that makes nothing: its tables, and what it may cost."""
+"""Tests of the copy of torch's ``weights_only`` unpickler, which creates no objects: its tables, its results and its
+cost.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def found_in(body: bytes, contents: Contents | None = None) -> list[Reason]:
 
 
 def test_every_allowed_callable_is_modelled() -> None:
-    """What torch allows and can call has a row, but for storages, GPUs and what is no function."""
+    """Every allowed global that is callable has a row in the table, except storages and GPU tensors."""
     torchs = safe._get_allowed_globals()
     assert MAKERS.keys() <= ALLOWED
     for name in torchs.keys() - MAKERS.keys():
@@ -41,15 +43,17 @@ def test_every_allowed_callable_is_modelled() -> None:
 
 
 def test_classes_of_tensors() -> None:
-    """Each makes an empty tensor of its dtype."""
+    """Every class of tensors creates an empty tensor of its dtype."""
     for name, dtype in TENSOR_CLASSES.items():
         made = getattr(torch, name)()
         assert (str(made.dtype), made.shape) == (f"torch.{dtype}", (0,))
 
 
 def test_attributes_that_torch_sets_itself() -> None:
-    """They are those of tensors that a descriptor with a setter stands for; others go into the tensor's dict."""
-    torch.zeros(0)  # where there is no torch, this skips the test
+    """The attributes that torch sets itself are those with a descriptor that has a setter. Other attributes are stored
+    in the dict of the tensor.
+    """
+    torch.zeros(0)  # skips the test if torch is not installed
     found = {
         name
         for cls in torch.nn.Parameter.__mro__
@@ -64,8 +68,8 @@ def test_attributes_that_torch_sets_itself() -> None:
 
 
 def test_layouts_and_devices() -> None:
-    """The names that torch knows."""
-    torch.zeros(0)  # where there is no torch, this skips the test
+    """The tables contain the layouts and device types of the installed torch."""
+    torch.zeros(0)  # skips the test if torch is not installed
     assert {str(value) for value in vars(torch).values() if isinstance(value, torch.layout)} == tensors.LAYOUTS
     with pytest.raises(RuntimeError, match="Expected one of") as error:
         torch.device("foo")
@@ -74,8 +78,8 @@ def test_layouts_and_devices() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if hasattr(torch, name)])
-def test_what_dtypes_can(name: str) -> None:
-    """Which can require gradients, and which can be converted."""
+def test_dtypes_that_require_gradients_or_are_converted(name: str) -> None:
+    """The tables state correctly which dtypes can require gradients and which can be converted."""
     dtype = getattr(torch, name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -96,8 +100,10 @@ def test_what_dtypes_can(name: str) -> None:
 # Order
 
 
-def test_what_a_mapping_holds_when_it_is_used() -> None:
-    """An attribute that comes later is none of the state that was used."""
+def test_a_mapping_is_checked_as_it_is_when_it_is_used() -> None:
+    """An attribute that is added to a state after a call has used the state is not checked. An attribute that is added
+    before the call is checked.
+    """
     used = b"ctorch._utils\n_rebuild_parameter_with_state\n(N\x89N}q\x00tR"
     item = b"h\x00K\x01K\x02s\x86"
     assert found_in(used + item) == []
@@ -107,14 +113,14 @@ def test_what_a_mapping_holds_when_it_is_used() -> None:
     ]
 
 
-def test_what_depends_on_a_refused_call_is_not_said_again() -> None:
-    """One reason, where it begins."""
+def test_a_call_that_depends_on_a_refused_call_is_not_reported() -> None:
+    """If a call depends on a refused call, only the refused call is reported."""
     (reason,) = found_in(b"ctorch._utils\n_rebuild_parameter\n(cfoo\nBar\n)R\x89NtR")
     assert (reason.text, reason.known) == ("foo.Bar", "refused")
 
 
-def test_a_persistent_id_that_is_none() -> None:
-    """No storage is known for it: then nothing is said to load."""
+def test_a_malformed_persistent_id() -> None:
+    """The storage of a malformed persistent id is not known, so the verdict is 'not known'."""
     (reason,) = found_in(b"ctorch._utils\n_rebuild_tensor\n(K\x01QK\x00))tR")
     assert reason.known == "not known"
 
@@ -123,7 +129,7 @@ def test_a_persistent_id_that_is_none() -> None:
 
 
 def repeated(call: bytes, shared: bytes, times: int) -> bytes:
-    """A pickle that makes `call`, with what `shared` pushes as its argument, again and again."""
+    """Return a pickle that repeats `call` `times` times. Its argument is the object that `shared` creates."""
     return shared + b"q\x00" + b"".join(call.replace(b"%", b"h\x00") for _ in range(times)) + b"t"
 
 
@@ -143,8 +149,8 @@ def repeated(call: bytes, shared: bytes, times: int) -> bytes:
         (b"cbuiltins\nbytearray\n%\x85R", b"(J\xff\xff\x00\x00"),
     ],
 )
-def test_long_things_used_again_and_again(call: bytes, shared: bytes) -> None:
-    """Nobody looks at them without end: the answer is that it is not known."""
+def test_long_arguments_that_are_used_repeatedly(call: bytes, shared: bytes) -> None:
+    """Checking the same long argument again and again stops at a limit, and the verdict is 'not known'."""
     found = found_in(repeated(call, shared, 5_000))
     assert found and {each.known for each in found} == {"not known"}
     assert "than a file of its size should take" in found[0].text
@@ -153,18 +159,20 @@ def test_long_things_used_again_and_again(call: bytes, shared: bytes) -> None:
 
 @pytest.mark.untraced
 def test_memory_of_many_reasons() -> None:
-    """A reason for each of many unknown classes takes no more than a few hundred bytes."""
+    """A reason for each of 20,000 unknown classes takes at most 600 bytes of memory."""
     body = b"(" + b"".join(b"cq\nA%d\n" % i for i in range(20_000)) + b"t"
     graph = graph_of(b"\x80\x02" + body + b".")
     with memory_below(20_000 * 600):
         assert len(list(reasons(graph))) == 20_000
 
 
-# For writers
+# Functions for writers
 
 
-def test_what_may_have_obstacles() -> None:
-    """What is named is known without a walk; arguments are not looked at."""
+def test_may_have_obstacles() -> None:
+    """`may_have_obstacles` finds obstacles by the globals and opcodes, without a walk of the graph. It does not check
+    calls and arguments.
+    """
     sound = graph_of(pickle.dumps({"a": [1, {2: (3,)}]}, 2))
     assert not may_have_obstacles(sound) and not list(obstacles(sound))
     late = graph_of(b"\x80\x02ctorch\nfloat32\n)R.")

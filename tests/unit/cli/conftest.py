@@ -1,4 +1,4 @@
-"""A checkpoint of DataParallel for the tests of commands."""
+"""Fixtures for the tests of commands."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ import pytest
 
 @pytest.fixture
 def ddp(tmp_path: Path, fixtures: Path) -> Path:
-    """A copy of the DataParallel fixture."""
+    """Return the path of a copy of the DataParallel fixture."""
     return Path(shutil.copy(fixtures / "dataparallel.pt", tmp_path / "ddp.pt"))

@@ -1,4 +1,4 @@
-"""``ckptconv convert`` as its users meet it: reports, JSON, dry runs, what is refused."""
+"""Tests of the command ``ckptconv convert``: its reports, JSON output, dry runs and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.support.reduced import Reduced
 
 
 def test_to_cpu_strips_and_reports(ddp: Path, command: Command) -> None:
-    """The main job: one line for what became of devices, one for names, on stderr; torch loads the result."""
+    """``convert --to cpu --strip-prefix`` reports the changed devices and names on standard error, and torch loads the
+    output.
+    """
     out = ddp.with_name("plain.pt")
     said = command("convert", ddp, out, "--to", "cpu", "--strip-prefix", "module", err=("cuda:0 → cpu", "module."))
     assert said.out == ""
@@ -26,7 +28,7 @@ def test_to_cpu_strips_and_reports(ddp: Path, command: Command) -> None:
 
 
 def test_convert_json_is_on_stdout(ddp: Path, command: Command) -> None:
-    """The report as JSON has a version and integers in bytes."""
+    """``--json`` prints a report with a schema version and the size in bytes."""
     report = command.json("convert", ddp, ddp.with_name("o.pt"), "--map", "cuda:0=cuda:1")
     assert report["schema_version"] == 1
     assert report["written"] is True
@@ -35,7 +37,7 @@ def test_convert_json_is_on_stdout(ddp: Path, command: Command) -> None:
 
 
 def test_dry_run_writes_nothing(ddp: Path, command: Command) -> None:
-    """A dry run prints its plan on stdout, every name with -v, and creates no file."""
+    """A dry run prints its plan on standard output, with every name if ``-v`` is given, and creates no file."""
     words = "convert", ddp, ddp.with_name("o.pt"), "--strip-prefix", "module.", "-n", "-v"
     printed = command(*words, out="would write").out
     assert printed.count(" → ") == len(torch.load(ddp, map_location="cpu"))
@@ -43,14 +45,16 @@ def test_dry_run_writes_nothing(ddp: Path, command: Command) -> None:
 
 
 def test_quiet_says_nothing(ddp: Path, command: Command) -> None:
-    """-q silences the report but not what a dry run or an error has to say."""
+    """``-q`` silences the report of a conversion, but not an error."""
     words = "convert", ddp, ddp.with_name("o.pt"), "--to", "cpu", "-q"
     assert command(*words) == ("", "")
     command(*words, status=1, err="--force")
 
 
 def test_unsafe_is_refused_and_carried_inert(tmp_path: Path, command: Command) -> None:
-    """What calls os.system is not carried over, unless asked; then it is data still, and nothing ran."""
+    """A file that calls os.system is refused. With ``--allow-unsafe`` the call is copied as data and is never
+    executed.
+    """
     attack = Reduced(os.system, (f"touch {tmp_path / 'ran'}",))
     torch.save({"w": torch.zeros(2), "x": attack}, tmp_path / "bad.pt")
     out = tmp_path / "out.pt"
@@ -62,15 +66,17 @@ def test_unsafe_is_refused_and_carried_inert(tmp_path: Path, command: Command) -
 
 
 @pytest.mark.parametrize("flag", ["-n", "--dry-run", "-f", "--to"])
-def test_a_flag_is_no_replacement(fixtures: Path, tmp_path: Path, command: Command, flag: str) -> None:
-    """A forgotten replacement does not turn a dry run into a conversion."""
+def test_an_option_is_not_a_replacement(fixtures: Path, tmp_path: Path, command: Command, flag: str) -> None:
+    """If the replacement after ``--rename`` is missing, an option that follows is not taken as the replacement."""
     line = f"expected the replacement for 'conv', got the option {flag} "
     command("convert", fixtures / "cpu.pt", tmp_path / "out.pt", "--rename", "conv", flag, status=2, err=line)
     assert not (tmp_path / "out.pt").exists()
 
 
 def test_reports_are_on_stderr_and_results_on_stdout(ddp: Path, command: Command) -> None:
-    """What was written, skipped, or given back is a report; what was asked to be seen is a result."""
+    """Reports about written, skipped and restored files are printed on standard error. Dry runs and JSON are printed on
+    standard output.
+    """
     out, folder = ddp.with_name("o.pt"), f"{ddp.with_name('out')}/"
     batch = ("convert", ddp, ddp.with_name("copy.pt"), folder)
     shutil.copy(ddp, ddp.with_name("copy.pt"))
@@ -96,7 +102,7 @@ def test_reports_are_on_stderr_and_results_on_stdout(ddp: Path, command: Command
 
 
 def test_one_is_singular(ddp: Path, command: Command) -> None:
-    """Of one there is no plural in reports."""
+    """Messages of several commands use the singular for one item."""
     torch.save({"module.w": torch.ones(1), "n": 1}, ddp)
     said = command("convert", ddp, ddp.with_name("o.pt"), "--state-dict", "--strip-prefix", "module.", status=1).err
     torch.save({"state_dict": {"module.w": torch.ones(1)}, "epoch": 1}, ddp)
@@ -113,7 +119,9 @@ def test_one_is_singular(ddp: Path, command: Command) -> None:
 
 
 def test_in_place_with_an_option_that_rewrites_tensors(ddp: Path, command: Command) -> None:
-    """Nothing is changed, and the error has the command that writes a new file, with every option that was given."""
+    """``--in-place`` with an option that rewrites tensors is refused before anything changes. The error suggests the
+    command that writes a new file, with all given options.
+    """
     before, out = ddp.read_bytes(), ddp.with_name("out.pt")
     edits = ("--to", "cpu", "--map", "cuda:1=cuda:0", "--dtype", "bf16", "--rename", "^module[.]", "")
     said = command(
@@ -126,9 +134,10 @@ def test_in_place_with_an_option_that_rewrites_tensors(ddp: Path, command: Comma
         assert "bfloat16" in {tensor.dtype for tensor in new.tensors.values()}
 
 
-def test_in_place_with_an_output_that_is_not_there(ddp: Path, command: Command) -> None:
-    """Nothing is changed, and the error has both commands with every option that was given; the second writes a file. A
-    missing file that is not the last can be no output, so the error has no command.
+def test_in_place_with_a_missing_output(ddp: Path, command: Command) -> None:
+    """``--in-place`` with a missing last path is refused before anything changes. The error suggests a command without
+    the path and a command that writes a new file, with all given options. If another path is missing, the error
+    suggests no command.
     """
     here, out, before = ddp, ddp.with_name("out it is.pt"), ddp.read_bytes()
     edits = ("--to", "cpu", "--rename", "a b", "$c", "--rename", "0", "x")

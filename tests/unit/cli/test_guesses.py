@@ -1,4 +1,6 @@
-"""What people type in place of our commands and options: the command line that is meant is in the error, and works."""
+"""Tests of the suggestions for words that users type instead of commands and options. The error suggests the intended
+command line, and this command line works.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ MEANT = {
     "inspect ddp.pt --stats": "inspect ddp.pt --values",
     "inspect ddp.pt --check-nan": "inspect ddp.pt --fail-on nan",
     "inspect ddp.pt --shapes": "inspect ddp.pt",
-    # nearly a guess, the start of an option, an option that is of no use, one before the command, an output without one
+    # typing errors in guesses, abbreviated or useless options, options before the command, -o without an output
     "convert ddp.pt o.pt --devise cpu": "convert ddp.pt o.pt --to cpu",
     "convert ddp.pt o.pt --precison bf16": "convert ddp.pt o.pt --dtype bf16",
     "convert ddp.pt o.pt --dry": "convert ddp.pt o.pt --dry-run",
@@ -76,7 +78,7 @@ MEANT = {
     "-f convert ddp.pt o.pt": "convert -f ddp.pt o.pt",
     "--quiet verify ddp.pt": "verify --quiet ddp.pt",
     "convert ddp.pt --to cpu -o": "convert ddp.pt --to cpu OUT",
-    # several at once, other commands' options, and what is nearly right
+    # several guesses, options of other commands, and typing errors
     "convert --input ddp.pt --output o.pt --cpu -y": "convert ddp.pt --to cpu --force o.pt",
     "convert ddp.pt o.pt --dtpye bf16": "convert ddp.pt o.pt --dtype bf16",
     "convert ddp.pt o.pt --dry_run": "convert ddp.pt o.pt --dry-run",
@@ -109,7 +111,7 @@ MEANT = {
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint of a wrapped model, in the folder where all is typed."""
+    """Change to a folder with three checkpoints: a wrapped model, a training file, and a state dict of two tensors."""
     monkeypatch.chdir(tmp_path)
     torch.save({"module.w": torch.ones(3)}, "ddp.pt")
     torch.save({"model": {"w": torch.ones(3)}, "ema": {"w": torch.ones(3)}, "optimizer": {}}, "run.pt")
@@ -117,8 +119,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("typed", MEANT)
-def test_the_command_line_that_is_meant(typed: str, command: Command) -> None:
-    """One line has it, whole; typed as it stands it does what was meant, and before that nothing was done."""
+def test_the_intended_command_line_is_suggested(typed: str, command: Command) -> None:
+    """A command line with a guess fails before anything is written. The error suggests the complete intended command
+    line, which succeeds.
+    """
     said = command(*typed.split(), status=2)
     assert said.err.count("\n") in (2, 3) and said.out == ""
     meant = in_one_line(said.err).strip().rpartition("did you mean: ckptconv ")[2]
@@ -177,13 +181,15 @@ def test_the_command_line_that_is_meant(typed: str, command: Command) -> None:
         ("--install-completion zsh", "did you mean: ckptconv help completion"),
     ],
 )
-def test_what_nobody_knows(typed: str, words: str, command: Command) -> None:
-    """No command line is made up; what has blanks is quoted, and what is missing has a word."""
+def test_unclear_words(typed: str, words: str, command: Command) -> None:
+    """If the intended option or value is not clear, the error suggests no complete command line. Arguments in
+    suggestions are quoted, and a missing value is shown as VALUE.
+    """
     command(*shlex.split(typed), status=2, err=words)
 
 
-def test_a_link_to_nothing_is_no_pattern(command: Command) -> None:
-    """The shell gives its name as it stands."""
+def test_a_broken_link_is_not_a_pattern(command: Command) -> None:
+    """A broken symbolic link is not reported as a quoted pattern."""
     Path("link.pt").symlink_to("nothing.pt")
     assert "pattern" not in command("inspect", "link.pt", status=1).err
 
@@ -199,13 +205,13 @@ def test_a_link_to_nothing_is_no_pattern(command: Command) -> None:
         ("inspect '*.pt'", "type the pattern without quotes: the shell then gives the names of the files"),
     ],
 )
-def test_what_is_nearly_there(typed: str, words: str, command: Command) -> None:
-    """In the file, or in the folder."""
+def test_arguments_that_almost_match(typed: str, words: str, command: Command) -> None:
+    """If an argument does not match the contents of the file or the folder, the error suggests what probably does."""
     command(*shlex.split(typed), status=1, err=words)
 
 
-def test_guesses_are_no_words_of_ours() -> None:
-    """Each row leads to an option or command that there is, and no guess hides one."""
+def test_guesses_lead_to_existing_options() -> None:
+    """Every guess in the tables leads to an existing option or command, and no guess is the name of an existing one."""
     every = set().union(*FLAGS.values())
     guesses = [guess for _, row in OPTIONS for guess in row.split()]
     for option, row in OPTIONS:

@@ -1,4 +1,6 @@
-"""``ckptconv help``: the page for an error or a topic. The tests of recipes type torch's own tracebacks."""
+"""Tests of ``ckptconv help``, which shows the page for an error or a topic. The tests of recipes use tracebacks of
+torch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.support.command import Command
         ("deepspeed", "ZeRO", "ckptconv convert"),
     ],
 )
-def test_a_text_leads_to_its_command(text: str, first: str, typed: str, command: Command) -> None:
+def test_the_page_for_a_text_contains_a_command(text: str, first: str, typed: str, command: Command) -> None:
     said = command("help", *text.split(), out=typed).out
     assert first in said.splitlines()[0]
     assert max(map(len, said.splitlines())) <= 120 and "](" not in said
@@ -35,8 +37,8 @@ def test_several_pages_are_named_with_their_commands(command: Command) -> None:
     assert said.count("See also: ") == 2 and "--add-prefix module." in said
 
 
-def test_a_traceback_comes_in_a_pipe(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it is."""
+def test_a_traceback_from_standard_input(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback of any length can be piped to ``ckptconv help -``."""
     text = "  File 'train.py', line 3\n" * 9000 + "Weights only load failed. Unsupported operand 149\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     assert command("help", "-").out.startswith("UnpicklingError: Weights only load failed ... Unsupported operand 149")

@@ -1,4 +1,4 @@
-"""``ckptconv inspect`` as its users meet it: what it shows in a pipe, as JSON and on a terminal."""
+"""Tests of the command ``ckptconv inspect``: its output to a pipe, as JSON and on a terminal."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from tests.support.command import Command
 
 
 def rows_of(printed: str) -> list[list[str]]:
-    """What a pipe gets: the columns of each tensor."""
+    """Return the columns of each tensor from the output to a pipe."""
     return [line.split("\t") for line in printed.splitlines() if "\t" in line]
 
 
 def test_inspect_piped_is_plain(fixtures: Path, command: Command) -> None:
-    """Without a terminal: facts, then a line with tabs for each tensor, all of them."""
+    """Without a terminal, `inspect` prints facts and then one line with tabs for each tensor."""
     printed = command("inspect", fixtures / "training.pt", out=("RNG states", "cuda:0", "optimizer", "epoch")).out
     paths = [tensor.path for tensor in inspect(fixtures / "training.pt").tensors]
     assert [row[0].split(" = ")[0] for row in rows_of(printed)] == paths
 
 
 def test_inspect_json_is_the_summary(fixtures: Path, command: Command) -> None:
-    """--json prints what the function returns."""
+    """``--json`` prints the result of the function `inspect`."""
     path = fixtures / "two_gpus.pt"
     assert command.json("inspect", path) == json.loads(json.dumps(inspect(path).as_dict()))
 
 
 def test_inspect_selects_and_sorts(fixtures: Path, command: Command) -> None:
-    """--include and --exclude take names or paths, --sort and --limit order and cut; a glob for nothing is an error."""
+    """``--include`` and ``--exclude`` accept names and paths. ``--sort`` and ``--limit`` sort and limit the rows. A
+    pattern without a match is an error.
+    """
     path = fixtures / "training.pt"
 
     def shown(key: str, *flags: str) -> list[str]:
@@ -57,7 +59,9 @@ def test_inspect_selects_and_sorts(fixtures: Path, command: Command) -> None:
 
 
 def test_inspect_of_several_goes_on_after_an_error(fixtures: Path, tmp_path: Path, command: Command) -> None:
-    """One unreadable file does not stop the others; the status tells. An empty line stands between two."""
+    """If one of several files cannot be read, the others are still shown, and the exit status is 1. An empty line
+    separates two files.
+    """
     (tmp_path / "empty.pt").touch()
     good = fixtures / "cpu.pt"
     command("inspect", tmp_path / "empty.pt", good, status=1, err="empty", out="cpu.pt")
@@ -67,7 +71,7 @@ def test_inspect_of_several_goes_on_after_an_error(fixtures: Path, tmp_path: Pat
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """A function that makes a terminal without colours of standard output, of so many columns."""
+    """Return a function that turns standard output into a terminal of `width` columns without colors."""
 
     def made(width: int) -> None:
         monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
@@ -79,8 +83,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_inspect_fits_a_terminal(fixtures: Path, width: int, command: Command, terminal: Callable[[int], None]) -> None:
-    """On a terminal no line is wider than it, and all of them and the prompt are 24, whatever is in the file; a word
-    says what is missing, and --limit and --all show it.
+    """On a terminal, the output fits the width and 24 lines with the prompt. The last line states the number of hidden
+    tensors, which ``--limit`` and ``--all`` show.
     """
     terminal(width)
     path = fixtures / "resnet18.pt"
@@ -98,7 +102,9 @@ def test_inspect_fits_a_terminal(fixtures: Path, width: int, command: Command, t
 def test_the_verdict_and_the_parts_come_first(
     fixtures: Path, command: Command, terminal: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a whole training file 24 lines have the verdict, the devices, what is in it by part, and rows."""
+    """On a terminal, the 24 lines for a complete training file contain the verdict, the devices, the parts of the file,
+    and rows of tensors.
+    """
     terminal(80)
     monkeypatch.chdir(fixtures)
     lines = command("inspect", "training.pt").out.splitlines()
@@ -120,7 +126,9 @@ def test_the_verdict_and_the_parts_come_first(
 def test_a_folder_and_more_than_two_files_are_a_table(
     fixtures: Path, tmp_path: Path, command: Command, terminal: Callable[[int], None]
 ) -> None:
-    """A line for each checkpoint, a set of shards as one, what cannot be read too; then how many load here."""
+    """`inspect` prints a table for a folder or for more than two files. It contains a line for each checkpoint, also
+    for a set of shards or an unreadable file, and the number of checkpoints that load here.
+    """
     for name in ("cpu.pt", "cuda0.pt"):
         shutil.copy(fixtures / name, tmp_path)
     convert(fixtures / "cpu.pt", tmp_path / "npu.pt", map_location="npu:0")
@@ -163,15 +171,15 @@ def test_a_folder_and_more_than_two_files_are_a_table(
 
 
 def test_two_files_are_two_views(fixtures: Path, command: Command, terminal: Callable[[int], None]) -> None:
-    """One below the other, each as it is alone."""
+    """Two files are shown one below the other, each as if it were the only one."""
     terminal(80)
     paths = [fixtures / "cpu.pt", fixtures / "resnet18.pt"]
     one, two = (command("inspect", path).out for path in paths)
     assert command("inspect", *paths).out == f"{one}\n{two}"
 
 
-def test_a_terminal_without_unicode_gets_plain_forms(fixtures: Path, tmp_path: Path) -> None:
-    """Whatever is typed, and whatever the file is called, nothing but ASCII comes out."""
+def test_a_terminal_without_unicode_gets_ascii(fixtures: Path, tmp_path: Path) -> None:
+    """If standard output supports only ASCII, the output of every command is ASCII, also for files with other names."""
     shutil.copy(fixtures / "training.pt", tmp_path / "é.pt")
     torch.save({"ü": torch.ones(2, 3), "empty": torch.ones(0, 3)}, tmp_path / "x.pt")
     for words in (
@@ -193,7 +201,9 @@ def rows(lines: list[str]) -> int:
 def test_a_command_that_the_terminal_breaks_takes_several_lines(
     fixtures: Path, tmp_path: Path, command: Command, terminal: Callable[[int], None]
 ) -> None:
-    """The path in a command is never broken here; the screen has fewer rows for the table then."""
+    """A path in a suggested command is not broken into lines, and the table has fewer rows so that the output still
+    fits the terminal.
+    """
     terminal(80)
     path = shutil.copy(fixtures / "resnet18.pt", tmp_path / ("x" * 200 + ".pt"))
     convert(path, dst := tmp_path / ("y" * 200 + ".pt"), map_location="npu:0")
@@ -203,14 +213,16 @@ def test_a_command_that_the_terminal_breaks_takes_several_lines(
 
 
 def test_tree_groups_modules(fixtures: Path, command: Command) -> None:
-    """--tree: a level for each module, with the number and bytes of what is below; single branches are joined."""
+    """``--tree`` shows a level for each module, with the number of tensors below it. Levels with one branch are
+    joined.
+    """
     path = fixtures / "dataparallel.pt"
     total = len(inspect(path).tensors)
     command("inspect", path, "--tree", out=(f"\nmodule.  {total} tensors", "\n    weight  float32"))
 
 
 def test_terminal_escapes_are_escaped(tmp_path: Path, command: Command) -> None:
-    """A name from a file cannot move the cursor, colour the screen or look like another name."""
+    """Control characters in a file's names and texts are escaped in the output."""
     torch.save({"a\x1b[2Jb\u202ec": torch.zeros(1), "text": "\x07bell"}, tmp_path / "x.pt")
     for extra in ([], ["--tree"]):
         printed = command("inspect", tmp_path / "x.pt", *extra, out="\\x1b").out

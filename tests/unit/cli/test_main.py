@@ -1,6 +1,4 @@
-"""The command line as its users meet it: what they type, what they see, the exit status; no
-process is started where none is needed.
-"""
+"""Tests of the command line: arguments, output, exit statuses, signals and imports. Most of them start no process."""
 
 from __future__ import annotations
 
@@ -78,10 +76,10 @@ from tests.support.command import Command
         (["inspect", "bad\n\x1b[31mname.pt"], 1, ["name.pt"]),
     ],
 )
-def test_errors_say_what_to_type(
+def test_errors_have_hints(
     ddp: Path, args: list[str], status: int, words: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every mistake ends in its exit status and one error on stderr, with the hint below it. This is also true for a
+    """Every mistake gives its exit status and one error on standard error, with hints below it. This is also true for a
     path with a newline or an escape sequence. No file is left.
     """
     monkeypatch.chdir(ddp.parent)
@@ -94,20 +92,20 @@ def test_errors_say_what_to_type(
 
 
 def test_a_path_with_a_nul_is_a_usage_error(ddp: Path) -> None:
-    """No shell can pass one, a program can."""
+    """A path with a NUL character is a usage error of the function. No shell can pass such a path."""
     with pytest.raises(UsageError, match="this path cannot exist"):
         convert(ddp, "a\0b")
 
 
 def test_debug_raises(ddp: Path) -> None:
-    """--debug lets the traceback through."""
+    """With ``--debug``, the exception of an error is raised."""
     for words in (["inspect", "missing.pt"], ["convert", "missing.pt", str(ddp.with_name("o.pt"))]):
         with pytest.raises(CkptconvError):
             main([*words, "--debug"])
 
 
 def test_version_and_help(command: Command) -> None:
-    """--version, -h and each command's -h answer on stdout."""
+    """``--version`` and the help of the commands are printed on standard output."""
     for args, word in (
         (["--version"], __version__),
         (["-h"], "ckptconv convert model.pt out.pt --to cpu"),
@@ -120,8 +118,8 @@ def test_version_and_help(command: Command) -> None:
 
 
 @pytest.mark.parametrize("name", cli.list_commands(click.Context(cli)))
-def test_help_says_what_the_exit_statuses_mean(name: str, command: Command) -> None:
-    """Those of all commands, and what this one has more."""
+def test_help_lists_the_exit_statuses(name: str, command: Command) -> None:
+    """The help of every command lists the exit statuses. Only `convert` has the additional status 3."""
     said = " ".join(command(name, "-h").out.split())
     assert re.search(r"Exit status: 0 .*, 1 .*, 2 .*, 130 Ctrl-C, 141 the reader of a pipe has ended", said)
     assert ("3 some of several failed" in said) == (name == "convert")
@@ -129,7 +127,7 @@ def test_help_says_what_the_exit_statuses_mean(name: str, command: Command) -> N
 
 @pytest.mark.parametrize(("name", "groups"), [("convert", 9), ("diff", 4)])
 def test_help_has_groups_with_examples(name: str, groups: int, command: Command) -> None:
-    """Each option stands in one of them, and each example has options that there are."""
+    """The help of a command groups all its options. Each group has an example with options that exist."""
     titles = re.findall(r"^(\w.*) \((ckptconv .*)\):$", command(name, "-h").out, re.MULTILINE)
     assert len(titles) == groups
     found = cli.get_command(click.Context(cli), name)
@@ -156,7 +154,7 @@ def test_help_has_groups_with_examples(name: str, groups: int, command: Command)
     ],
 )
 def test_a_shell_completes(words: str, offered: list[str], ddp: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As bash asks click, with the last word not yet typed to its end."""
+    """Completion in bash offers commands, options and values for the last word."""
     typed = f"ckptconv {words.format(ddp=ddp)}"
     environment = {
         "_CKPTCONV_COMPLETE": "bash_complete",
@@ -169,7 +167,7 @@ def test_a_shell_completes(words: str, offered: list[str], ddp: Path, capfd: pyt
 
 
 def test_interrupt(ddp: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
-    """Ctrl-C is status 130 and one line."""
+    """Ctrl-C ends a command with status 130 and one line."""
 
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
@@ -179,8 +177,8 @@ def test_interrupt(ddp: Path, monkeypatch: pytest.MonkeyPatch, command: Command)
 
 
 def test_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM and SIGHUP end a command by way of the clean-up, but not a signal that the caller ignores (nohup). After
-    the command they do what they did before.
+    """SIGTERM and SIGHUP end a command with its clean-up, but a signal that the caller ignores (nohup) does not. After
+    the command, the previous handlers are restored.
     """
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -199,9 +197,9 @@ def test_signals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_in_a_callback_of_the_interpreter(number: signal.Signals, slow: bool) -> None:
-    """Where Python would print the exception and go on, as in callbacks of imports, the command ends all the same, also
-    on a slow machine, where the moment until it is raised again is over before the interpreter has dropped it.
+def test_a_signal_in_a_callback(number: signal.Signals, slow: bool) -> None:
+    """Python prints and drops an exception that is raised in a callback such as ``__del__``. A signal during such a
+    callback still ends the command, also on a slow machine.
     """
     code = f"""
 import signal, sys, time
@@ -235,9 +233,7 @@ def run_python(*args: str, **environment: str) -> None:
 
 
 def test_torch_is_not_imported(ddp: Path) -> None:
-    """inspect, a device conversion and a prefix change leave torch (and rich, without a terminal) out
-    of sys.modules.
-    """
+    """`inspect`, a conversion of devices and a change of a prefix do not import torch, numpy, safetensors or rich."""
     code = f"""
 import sys, ckptconv, ckptconv.cli.main
 assert ckptconv.cli.main.main(["inspect", {str(ddp)!r}]) == 0
@@ -248,7 +244,7 @@ assert not {{"torch", "numpy", "rich", "safetensors"}} & set(sys.modules)
     run_python("-c", code)
 
 
-#: What ``inspect`` of a small file imports: more would be felt in each call.
+#: The modules that ``inspect`` of a small file imports. More modules would make every call slower.
 _NEEDED = {
     "": "byteranges checkpoint cli conversion dtypes edits errors formats guesses hints inspection lazy_regex"
     " light_dataclass limits output pickles render result safety stores system work",
@@ -274,12 +270,14 @@ _NEEDED = {
     "stores": "base memory posix",
     "system": "names posix",
 }
-#: Modules of Python that take long to import.
+#: Modules of the standard library that are slow to import.
 _HEAVY = {"bz2", "ctypes", "difflib", "gzip", "hashlib", "lzma", "random", "shutil", "tarfile", "tempfile", "textwrap"}
 
 
-def test_what_inspect_imports(fixtures: Path) -> None:
-    """Readers of other formats, edits and writers are imported where a file asks for them."""
+def test_imports_of_inspect(fixtures: Path) -> None:
+    """`inspect` imports only the modules that every file needs. It imports other readers, edits and writers only if a
+    file requires them.
+    """
     code = f"""
 import sys, click, json
 before = set(sys.modules)
@@ -295,8 +293,8 @@ print("imported", *(set(sys.modules) - before))
 
 
 def test_module_runs_and_survives_a_closed_pipe(fixtures: Path) -> None:
-    """python -m ckptconv; a reader that goes away is no traceback, and the exit status is cat's, buffered or not; the C
-    locale breaks nothing.
+    """If the reader of its output ends, ``python -m ckptconv`` exits with status 141 and no traceback, whether output
+    is buffered or not. The C locale works.
     """
     large = f"inspect --json {fixtures / 'resnet18.pt'}", f"diff -v {fixtures / 'resnet18.pt'} {fixtures / 'cpu.pt'}"
     for typed, flags in itertools.product((*large, "inspect --help", "--help"), ("", "-u")):
@@ -323,7 +321,9 @@ def test_module_runs_and_survives_a_closed_pipe(fixtures: Path) -> None:
     ],
 )
 def test_a_full_disk_behind_standard_error(fixtures: Path, tmp_path: Path, words: str, both: bool, status: int) -> None:
-    """The exit status is the documented one, also where standard output is full too, and a batch goes on."""
+    """If standard error is a full disk, the exit status is still the documented one, also if standard output is full
+    too. A batch continues.
+    """
     command = [sys.executable, "-m", "ckptconv", *words.format(out=f"{tmp_path / 'out'}/").split()]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full if both else subprocess.PIPE, stderr=full, cwd=fixtures)
@@ -333,8 +333,8 @@ def test_a_full_disk_behind_standard_error(fixtures: Path, tmp_path: Path, words
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_a_full_disk_behind_standard_output(fixtures: Path) -> None:
-    """One line says that the result could not be written, and the exit status does."""
+def test_standard_output_on_a_full_disk(fixtures: Path) -> None:
+    """If standard output is a full disk, the command prints one error and exits with status 1."""
     command = [sys.executable, "-m", "ckptconv", "inspect", str(fixtures / "cpu.pt")]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -345,7 +345,7 @@ def test_a_full_disk_behind_standard_output(fixtures: Path) -> None:
 
 
 def test_other_errors_of_the_system(fixtures: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
-    """An OSError that is not standard output's is not called so."""
+    """An OSError that does not come from standard output is not reported as an error of standard output."""
 
     def fail(*_: object, **__: object) -> None:
         raise OSError("libfoo.so: cannot open shared object file")
@@ -355,13 +355,17 @@ def test_other_errors_of_the_system(fixtures: Path, monkeypatch: pytest.MonkeyPa
     assert said.err == "ckptconv: libfoo.so: cannot open shared object file\n"
 
 
-def test_the_same_twice_is_once(ddp: Path, command: Command) -> None:
-    """A wrapper script can append what was typed already."""
+def test_an_option_twice_with_the_same_value(ddp: Path, command: Command) -> None:
+    """An option may be given twice with the same value, so a wrapper script may append an option that the user
+    typed.
+    """
     command("convert", ddp, ddp.with_name("o.pt"), "--to", "cpu", "--to", "cpu", "-j", "2", "--jobs", "2")
 
 
 def test_every_command_has_the_class_that_catches_typos() -> None:
-    """Else an option of one value that is given twice would lose the first in silence."""
+    """Every command uses the class that reports an option with two different values. Otherwise the first value would be
+    lost without a message.
+    """
     group = cli.make_context("ckptconv", [], resilient_parsing=True)
     commands = [cli.get_command(group, name) for name in cli.list_commands(group)]
     assert commands and all(isinstance(each, commands_module.Command) for each in commands)

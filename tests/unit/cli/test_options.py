@@ -1,6 +1,8 @@
-"""The flags of the command line and the keywords of the functions are the same, but for what is named here."""
+"""Comparison of the flags of the command line with the keywords of the functions. They are the same, except those that
+are listed here.
+"""
 
-# No annotations from __future__: what stands in Annotated is read.
+# No annotations from __future__, because the content of Annotated is read.
 
 import inspect
 import re
@@ -17,24 +19,26 @@ from ckptconv.guesses import Flag
 from ckptconv.hints import FLAGS
 from ckptconv.inspection.comparison.options import DiffOptions
 
-#: Flags for what ``map_location`` says too.
+#: Flags whose values are part of ``map_location``.
 DEVICES = {"to", "maps"}
-#: What is about one command line: a function has no output but what it returns, and no batch.
+#: Flags that only the command line needs: a function prints nothing and converts no batch.
 SHOWN = {"as_json", "quiet", "verbose", "debug"}
 PAGE = {"html", "opens", "force"}
 BATCH = {"skip_existing"}
 
 
 def test_convert_has_a_flag_for_each_keyword() -> None:
-    """And a keyword for each flag, spelled alike."""
+    """`convert` has a flag for each keyword and a keyword for each flag, with the same spelling."""
     flags = {each.name: each for each in convert_command.params if isinstance(each, click.Option)}
     assert flags.keys() - DEVICES - SHOWN - BATCH == ConvertOptions.__annotations__.keys()
     for name in ConvertOptions.__annotations__:
         assert FLAGS.get(name, f"--{name.replace('_', '-')}") in flags[name].opts
 
 
-def test_an_option_is_made_of_its_declaration() -> None:
-    """A flag or a text, in the group that names it, or among those without a group."""
+def test_an_option_is_created_from_its_declaration() -> None:
+    """The declaration of a keyword creates a flag or an option with a value. It is listed in its group, or among the
+    options without a group.
+    """
 
     class Declared(ConvertOptions, total=False):
         swap: Annotated[bool, Flag("Swap a and b.", short="-s")]
@@ -53,13 +57,13 @@ def test_an_option_is_made_of_its_declaration() -> None:
 
 
 def test_diff_has_a_flag_for_each_keyword() -> None:
-    """And a keyword for each flag."""
+    """`diff` has a flag for each keyword and a keyword for each flag."""
     flags = {each.name for each in diff_command.params if isinstance(each, click.Option)}
     assert flags - SHOWN - PAGE == DiffOptions.__annotations__.keys()
 
 
 def test_defaults_agree() -> None:
-    """A flag that nobody gives is a keyword that nobody gives; what can be repeated is an empty tuple."""
+    """The defaults of the command line equal those of the function. An empty tuple counts as no value."""
     given = convert_command.make_context("convert", ["a.pt", "b.pt"]).params
     parameters = inspect.signature(ckptconv.convert).parameters
     for name in ConvertOptions.__annotations__:

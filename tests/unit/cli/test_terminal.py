@@ -1,4 +1,4 @@
-"""Progress on a terminal."""
+"""Tests of the progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.support.command import Command
 
 
 def test_progress_on_a_terminal(ddp: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
-    """On a terminal an output that is large gets a bar that ends at its own size; small ones, dry runs
-    and -q get none.
+    """On a terminal, a large output has a progress bar that ends at its size. Small outputs, dry runs and ``-q`` have
+    none.
     """
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")

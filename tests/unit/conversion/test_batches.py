@@ -1,5 +1,5 @@
-"""Many conversions at once: what one file is does not touch the others, whatever does them,
-and however often something is killed.
+"""Tests of the conversion of many checkpoints. Jobs do not affect each other, whatever executor runs them and whenever
+a process is killed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.reduced import Reduced
 from tests.support.waiting import wait_for
 from tests.support.worker_processes import our_workers, processes_with
 
-LARGE = 12 << 20  # bytes of a file that takes a while
+LARGE = 12 << 20  # bytes: a file of this size takes a while to convert
 
 
 def state(prefix: str = "module.", n: int = 4) -> dict[str, torch.Tensor]:
@@ -44,7 +44,7 @@ def state(prefix: str = "module.", n: int = 4) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def run_folder(here: Path) -> Path:
-    """Wrapped models, an optimizer without names, texts, in folders; we are beside them."""
+    """Create the folder ``run`` with models, optimizers without parameter names and a text file. Return its path."""
     run = here / "run"
     for i in range(4):
         folder = run / f"step-{i}"
@@ -63,16 +63,16 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def convert(command: Command) -> Command:
-    """``ckptconv convert`` with the words that are given."""
+    """Return a function that runs ``ckptconv convert`` with the given arguments."""
     return command.of("convert")
 
 
-# What comes out
+# Output
 
 
-def test_each_is_what_it_is_alone(run_folder: Path, convert: Command) -> None:
-    """The tree is kept, each file is byte for byte what ``convert`` makes of it alone, in however many processes; other
-    files are left, and named. A line for each, and a sum.
+def test_each_file_is_converted_as_if_alone(run_folder: Path, convert: Command) -> None:
+    """A batch keeps the tree of folders. Each output equals the output of a single conversion, with one process or two.
+    The report has a line for each file, a summary, and the names of files that are not converted.
     """
     said = convert("run", "one", "--to", "cuda:1")
     assert said.out == ""
@@ -90,15 +90,15 @@ def test_each_is_what_it_is_alone(run_folder: Path, convert: Command) -> None:
 
 
 def test_several_inputs(run_folder: Path, convert: Command) -> None:
-    """Under their own names; the names follow the format."""
+    """Several inputs are written to the output folder under their own names, with the suffix of the format."""
     convert("run/step-0", "run/step-1/model.pt", "new", "--format", "safetensors", "--include", "*", "-q", status=3)
     assert sorted(files_in(Path("new"))) == ["model.safetensors", "step-0/model.safetensors"]
     convert("run/step-0/model.pt", "run/step-1/optim.pt", "two", "-q")
     assert sorted(files_in(Path("two"))) == ["model.pt", "optim.pt"]
 
 
-def test_other_files_come_along(run_folder: Path, convert: Command) -> None:
-    """With --copy-others, as they are; an old one needs --force as everything does."""
+def test_copy_others(run_folder: Path, convert: Command) -> None:
+    """``--copy-others`` copies files that are not checkpoints. An existing copy is replaced only with ``--force``."""
     said = convert("run", "new", "--copy-others", err=("8 converted", "1 copied"))
     assert "other file" not in said.err
     assert Path("new/config.json").read_text() == "{}"
@@ -121,8 +121,8 @@ def test_other_files_come_along(run_folder: Path, convert: Command) -> None:
 
 
 def test_a_link_out_of_the_folder_is_not_followed(run_folder: Path, convert: Command) -> None:
-    """What is no checkpoint is copied from within the folder alone; checkpoints may be links to anywhere. Folders that
-    are made are as private as those that they come from.
+    """``--copy-others`` does not copy a link that leads out of the folder, but a checkpoint may be a link to any file.
+    New folders have the modes of the input folders.
     """
     Path("secret").write_text("secret")
     shutil.copy("run/step-0/model.pt", "best.pt")
@@ -140,7 +140,7 @@ def test_a_link_out_of_the_folder_is_not_followed(run_folder: Path, convert: Com
 
 
 def test_in_place(run_folder: Path, convert: Command) -> None:
-    """A folder onto itself, with --force alone."""
+    """A folder is converted onto itself only with ``--force``."""
     convert("run", "run", "--strip-prefix", "module.", "-q", status=1)
     assert list(torch.load("run/step-0/model.pt")) == list(state())
     convert("run", "run", "--strip-prefix", "module.", "--force", "-q", "-j", "2")
@@ -149,8 +149,8 @@ def test_in_place(run_folder: Path, convert: Command) -> None:
 
 
 def test_each_becomes_a_folder_of_shards(run_folder: Path, convert: Command) -> None:
-    """With --max-shard-size: a folder for each, under its stem, which is there as a whole and skipped as a whole; -v
-    tells all of each. What has no names for shards fails.
+    """With ``--max-shard-size``, each file becomes a folder of shards with its stem as the name. ``--skip-existing``
+    skips the complete folder. A file without tensor names fails.
     """
     pytest.importorskip("huggingface_hub")
     words = "run", "new", "--max-shard-size", "28", "--format", "safetensors"
@@ -168,7 +168,9 @@ def test_each_becomes_a_folder_of_shards(run_folder: Path, convert: Command) -> 
 
 @pytest.fixture
 def sets(run_folder: Path) -> Path:
-    """A folder with a set of shards beside which one file is bad and one good, and others."""
+    """Create a tree with a file and a folder. The folder contains a set of shards, a damaged and a sound checkpoint,
+    and a text file. Return its path.
+    """
     pytest.importorskip("huggingface_hub")
     torch.save(state(), "whole.pt")
     Path("tree").mkdir()
@@ -180,9 +182,9 @@ def sets(run_folder: Path) -> Path:
     return Path("tree/set")
 
 
-def test_what_fails_beside_a_set_is_summed(sets: Path, convert: Command) -> None:
-    """The set is done, so it is skipped the next time, under the name that it had; what failed in it is counted and
-    named again in the end.
+def test_failures_next_to_a_set(sets: Path, convert: Command) -> None:
+    """If a checkpoint next to a set fails, the set is still converted. The summary counts and names the failed
+    checkpoint, and ``--skip-existing`` then skips the set.
     """
     lines = convert("tree", "new", status=3).err.splitlines()
     (sum_,) = (line for line in lines if line.startswith("2 items: 2 converted, "))
@@ -192,9 +194,8 @@ def test_what_fails_beside_a_set_is_summed(sets: Path, convert: Command) -> None
 
 
 def test_an_incomplete_set_fails(sets: Path, convert: Command) -> None:
-    """Without its index too, alone and in a tree: its shards are never taken for checkpoints of their own.
-
-    Chunks without their files as well.
+    """An incomplete set fails, with or without an index, as a single input or in a tree. Its shards are not converted
+    one by one. A DCP folder without its files also fails.
     """
     for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "bad.pt", "optim.pt"):
         (sets / name).unlink()
@@ -207,7 +208,7 @@ def test_an_incomplete_set_fails(sets: Path, convert: Command) -> None:
 
 
 def test_a_merged_file_names_what_it_leaves(sets: Path, convert: Command) -> None:
-    """In the report, on the screen and as JSON."""
+    """If a set is merged into one file, the report names the other files of the folder that are left."""
     note = "3 other files left: bad.pt, config.json, optim.pt; to a folder, --copy-others copies them"
     convert(sets, "one.pt", err=note)
     said = convert(sets, "dealt", "--max-shard-size", "32", "-v", status=3).err
@@ -224,8 +225,10 @@ def test_a_merged_file_names_what_it_leaves(sets: Path, convert: Command) -> Non
     convert(*sorted(sets.glob("*.safetensors")), "shards", err=words)
 
 
-def test_what_exists_is_said_once(run_folder: Path, convert: Command) -> None:
-    """With both ways on; so is the input that would be the output."""
+def test_existing_outputs_are_reported_once(run_folder: Path, convert: Command) -> None:
+    """Several existing outputs give one error that names the inputs and suggests both options. Outputs that are the
+    inputs also give one error.
+    """
     convert("run", "new", "-q")
     for dst, words in (
         ("new", "the output exists; --force replaces it, --skip-existing keeps the existing output"),
@@ -237,7 +240,7 @@ def test_what_exists_is_said_once(run_folder: Path, convert: Command) -> None:
 
 
 def test_a_dry_run_makes_nothing(run_folder: Path, convert: Command) -> None:
-    """Each plan on stdout, with the path that would be written, and the sum; no folder appears."""
+    """A dry run prints the plan of each file and the summary on standard output, and creates no folder."""
     before = files_in(Path("."))
     plan = "new/deep/step-0/model.pt: torch zip", "8 items: 8 would be converted, "
     printed = convert("run", "new/deep", "--to", "cuda:1", "-n", out=plan).out
@@ -248,8 +251,8 @@ def test_a_dry_run_makes_nothing(run_folder: Path, convert: Command) -> None:
 
 
 def test_json_has_all_of_them(run_folder: Path, convert: Command) -> None:
-    """A report, an error or a skipped one for each, in order, and what was left; one file has the
-    report that it had.
+    """The JSON output of a batch contains a report, an error or a skipped item for each file in order, and the files
+    that are left.
     """
     Path("run/bad.pt").write_bytes(b"")
     Path("new/step-1").mkdir(parents=True)
@@ -270,8 +273,8 @@ def test_json_has_all_of_them(run_folder: Path, convert: Command) -> None:
     assert in_one_line(captured.err) == f"ckptconv: {said['items'][0]['error']['text']}\n"
 
 
-def test_what_two_files_would_become_is_refused(run_folder: Path, convert: Command) -> None:
-    """Before anything is written."""
+def test_two_inputs_with_the_same_output_are_refused(run_folder: Path, convert: Command) -> None:
+    """If two files would become the same output, the batch is refused before anything is written."""
     shutil.copy("run/step-0/model.pt", "run/step-0/model.bin")
     words = "run/step-0/model.bin and run/step-0/model.pt would both be written to this path"
     convert("run", "new", "--format", "safetensors", status=1, err=words)
@@ -279,18 +282,18 @@ def test_what_two_files_would_become_is_refused(run_folder: Path, convert: Comma
 
 
 def test_a_folder_without_checkpoints(tmp_path: Path, convert: Command) -> None:
-    """Is said to be what it is."""
+    """An error for a folder without checkpoints names the kind of the folder."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "saved_model.pb").touch()
     convert(tmp_path / "in", tmp_path / "out", status=1, err="TensorFlow SavedModel")
     assert not (tmp_path / "out").exists()
 
 
-# What goes wrong in one
+# Errors of single files
 
 
 def break_some(folder: Path) -> dict[str, str]:
-    """One bad file of each kind in `folder`, and the words of its error."""
+    """Create one bad file of each kind in `folder`. Return a pattern of the error for each name."""
     good = (folder / "step-0" / "model.pt").read_bytes()
     (folder / "empty.pt").touch()
     (folder / "cut.pt").write_bytes(good[: len(good) // 2])
@@ -316,16 +319,16 @@ def break_some(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_bad_files_stop_none(run_folder: Path, jobs: int, convert: Command) -> None:
-    """One of each kind: each is said in a line of its own, the others are converted, and the status says that some
-    failed. If all fail, that is status 1.
+def test_bad_files_do_not_stop_others(run_folder: Path, jobs: int, convert: Command) -> None:
+    """Every bad file has an error of its own, the other files are converted, and the exit status is 3. If all files
+    fail, the status is 1.
     """
     bad = break_some(run_folder)
     lines = convert("run", "new", "--to", "cuda:1", "-j", jobs, status=3).err.splitlines()
     errors = [line for line in lines if line.startswith("ckptconv: ")]
     assert len(errors) == len(bad)
     (sum_,) = (i for i, line in enumerate(lines) if re.match("[0-9]+ items: ", line))
-    # again, where they can be seen
+    # The errors are repeated after the summary, so that the user sees them.
     assert len([line for line in lines[sum_:] if line.startswith("  failed ")]) == len(bad)
     for name, words in bad.items():
         (at,) = (i for i, line in enumerate(lines) if line.startswith(f"ckptconv: run/{name}"))
@@ -340,7 +343,9 @@ def test_bad_files_stop_none(run_folder: Path, jobs: int, convert: Command) -> N
 
 
 def test_a_bug_is_an_outcome(run_folder: Path, monkeypatch: pytest.MonkeyPatch, convert: Command) -> None:
-    """What nobody has foreseen ends one job with its name, and its traceback is there with --debug."""
+    """An unexpected exception fails only its own job. The error names the input, and ``--debug`` shows the
+    traceback.
+    """
 
     def fail(request: Request, *args: Any) -> Any:
         if "step-1/model" in str(request.src):
@@ -354,12 +359,12 @@ def test_a_bug_is_an_outcome(run_folder: Path, monkeypatch: pytest.MonkeyPatch, 
     assert len(files_in(Path("new"))) == 7
 
 
-# Edits that mean nothing in one file
+# Edits that do not match in every file
 
 
-def test_what_means_something_elsewhere_is_left_out(run_folder: Path) -> None:
-    """A prefix, a pattern, a glob and a dtype that not every file has: each file gets those that it has a use for,
-    although none has a use for all. The reports say so.
+def test_edits_that_match_only_in_some_files(run_folder: Path) -> None:
+    """Each file gets the edits that match in it, although no file matches all of them. The outcomes and reports name
+    the edits without a match.
     """
     torch.save({"net.c": torch.ones(3)}, "run/net.pt")
     jobs = jobs_in(
@@ -377,9 +382,9 @@ def test_what_means_something_elsewhere_is_left_out(run_folder: Path) -> None:
     assert len(of_optimizer.unmatched) == 5
 
 
-def test_what_was_done_before_counts(run_folder: Path, convert: Command) -> None:
-    """Where a batch goes on, an edit that means nothing in what is left is no typo if it
-    means something in what is there already.
+def test_edits_that_match_in_existing_outputs(run_folder: Path, convert: Command) -> None:
+    """If a batch is resumed, an edit without a match in the remaining files is not an error if it matches in existing
+    outputs.
     """
     convert("run", "new", "--strip-prefix", "module.", "-q")
     before = files_in(Path("new"))
@@ -393,9 +398,9 @@ def test_what_was_done_before_counts(run_folder: Path, convert: Command) -> None
 @pytest.mark.parametrize(
     "flags", [["--strip-prefix", "modul"], ["--rename", "zzz", ""], ["--exclude", "zzz"], ["--dtype", "zzz=bf16"]]
 )
-def test_what_means_nothing_anywhere_is_a_typo(run_folder: Path, flags: list[str], convert: Command) -> None:
-    """Nothing is written, that is said once with all that it is true of, and the status is 1; another edit that means
-    something changes nothing about that. With -q each has its line.
+def test_an_edit_that_matches_nowhere_is_an_error(run_folder: Path, flags: list[str], convert: Command) -> None:
+    """An edit that matches in no file is an error with status 1, also if another edit matches. Nothing is written. One
+    error names all files, or with ``-q`` each file has its own.
     """
     lines = convert("run", "new", *flags, "--strip-prefix", "module.", status=1).err.splitlines()
     said = [line for line in lines if line.startswith("ckptconv: run/step-0/")]
@@ -406,8 +411,8 @@ def test_what_means_nothing_anywhere_is_a_typo(run_folder: Path, flags: list[str
     assert not Path("new").exists()
 
 
-def test_a_part_is_never_the_whole(run_folder: Path, convert: Command) -> None:
-    """A file that has nothing of what was asked for fails: without --select, or --include, all of it would be taken."""
+def test_a_file_without_the_selected_part_fails(run_folder: Path, convert: Command) -> None:
+    """A file without a match for ``--select`` or ``--include`` fails and is not copied completely."""
     torch.save({"ema": state(), "x": 1}, "run/train.pt")
     convert("run", "new", "--select", "ema", "-q", status=3)
     assert sorted(files_in(Path("new"))) == ["train.pt"]
@@ -418,12 +423,12 @@ def test_a_part_is_never_the_whole(run_folder: Path, convert: Command) -> None:
     assert not Path("included/net.pt").exists()
 
 
-# Killed and begun again
+# Killed and resumed batches
 
 
 @pytest.fixture
 def large(here: Path) -> Path:
-    """A folder of files that take a while when they are read back as well."""
+    """Create a folder with eight files that take a while to convert. Return the folder of the test."""
     (here / "in").mkdir()
     for i in range(8):
         torch.save({"w": torch.full((LARGE // 4,), float(i))}, here / "in" / f"{i}.pt")
@@ -432,7 +437,9 @@ def large(here: Path) -> Path:
 
 @contextlib.contextmanager
 def started(*args: str) -> Iterator[subprocess.Popen[str]]:
-    """The command with `args`, in a session of its own, as soon as the first output is there."""
+    """Start ``ckptconv convert`` with `args` in a session of its own, and yield its process after the first output
+    exists.
+    """
     mark = f"CKPTCONV_TEST={os.urandom(8).hex()}"
     name, value = mark.split("=")
     process = subprocess.Popen(
@@ -458,9 +465,8 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 
 def assert_whole_or_absent(temporaries: bool) -> set[str]:
-    """Every output that is there is what it should be; the names of those.
-
-    `temporaries` may be there, under names that say what they are.
+    """Assert that every output is complete, and return the names of the outputs. If `temporaries` is true, temporary
+    files with the usual names may exist.
     """
     whole = set()
     for path in Path("out").iterdir():
@@ -477,8 +483,8 @@ def assert_whole_or_absent(temporaries: bool) -> set[str]:
 @needs_proc
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_killed_and_begun_again(large: Path, jobs: str, convert: Command) -> None:
-    """kill -9 leaves whole files and temporaries, and no process; with --skip-existing the next
-    run does the rest and touches nothing else.
+    """After SIGKILL, every output is complete and no process is left. Temporary files may remain. ``--skip-existing``
+    converts the rest and does not touch the existing outputs.
     """
     with started("in", "out", "--verify", "-j", jobs) as process:
         process.kill()
@@ -499,8 +505,8 @@ def test_killed_and_begun_again(large: Path, jobs: str, convert: Command) -> Non
 @pytest.mark.parametrize("jobs", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(large: Path, jobs: str, number: signal.Signals) -> None:
-    """Ctrl-C, which the terminal sends to all processes, and a polite kill of the first: whole files, no temporary, no
-    process left; how far it came and what goes on from there.
+    """After SIGINT to all processes, or SIGTERM to the first, no incomplete output, temporary file or process is left.
+    The command prints how many files are done and how to continue.
     """
     with started("in", "out", "--verify", "-j", jobs) as process:
         if number == signal.SIGINT:
@@ -517,7 +523,9 @@ def test_interrupted(large: Path, jobs: str, number: signal.Signals) -> None:
 
 
 def test_interrupted_in_place(run_folder: Path, monkeypatch: pytest.MonkeyPatch, convert: Command) -> None:
-    """How far it came, and not that --skip-existing goes on, which would skip everything."""
+    """An interrupted batch in place prints how many files are done. It does not suggest ``--skip-existing``, which
+    would skip every file.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -527,9 +535,9 @@ def test_interrupted_in_place(run_folder: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @needs_proc
-def test_a_worker_that_is_killed_is_survived(run_folder: Path) -> None:
-    """What was lost is done again; a job that kills whoever does it ends in an error, three times being enough, and
-    takes no other with it.
+def test_a_killed_worker(run_folder: Path) -> None:
+    """If a worker process is killed, its job is repeated. A job that kills its process three times fails, and the other
+    jobs succeed.
     """
     jobs = jobs_in("run", "new", map_location="cuda:1")
     jobs.insert(3, Job("run/step-0/model.pt", "new/never.pt", {"map_location": die}))
@@ -556,9 +564,7 @@ def test_a_worker_that_is_killed_is_survived(run_folder: Path) -> None:
 
 
 class Losing(Executor):
-    """Does everything twice: of each job's first outcome nobody hears, as of a machine that dies right
-    after its work.
-    """
+    """An executor that runs every job twice and loses the first outcome, like a machine that fails after its work."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
@@ -574,9 +580,9 @@ class Losing(Executor):
         return future
 
 
-def test_what_was_done_and_not_heard_of_is_done(run_folder: Path) -> None:
-    """An output that was not there when all began, and has the size that is planned, is the
-    job's own; one that was there is in the way.
+def test_lost_outcomes(run_folder: Path) -> None:
+    """If an outcome is lost, its output counts as written if it is new and has the planned size. An output that existed
+    before the batch is an error.
     """
     Path("new/step-3").mkdir(parents=True)
     shutil.copy("run/step-3/model.pt", "new/step-3/model.pt")
@@ -588,8 +594,10 @@ def test_what_was_done_and_not_heard_of_is_done(run_folder: Path) -> None:
     assert all(report.written and report.dst.startswith("new/step-") for report in reports)
 
 
-def test_what_was_converted_in_place_is_not_converted_twice(run_folder: Path) -> None:
-    """Nobody knows what a second ``^`` would be put before."""
+def test_lost_outcomes_in_place(run_folder: Path) -> None:
+    """If the outcome of a conversion in place is lost, the job fails and the file is not converted again. A second
+    conversion would change the names twice.
+    """
     outcomes = convert_many(jobs_in("run", "run", rename=[("^", "x.")], force=True), Losing())
     for outcome in outcomes:
         if "model" in str(outcome.job.src):
@@ -597,27 +605,29 @@ def test_what_was_converted_in_place_is_not_converted_twice(run_folder: Path) ->
             assert list(torch.load(outcome.job.dst)) == [f"x.{name}" for name in state()]
 
 
-def test_an_index_of_nothing(tmp_path: Path) -> None:
-    """A folder that is not there has no shards, and no index either."""
+def test_an_index_of_a_missing_folder(tmp_path: Path) -> None:
+    """`write_index` fails for a folder that does not exist."""
     with pytest.raises(ckptconv.InputError, match="there is no such folder"):
         ckptconv.write_index(tmp_path / "nowhere")
 
 
 def test_any_executor_does(run_folder: Path) -> None:
-    """Threads, say; it is left open. One that takes no work ends every job in an error, and one that cancels it too."""
+    """Any executor can be used, and it is not shut down. If it accepts no work, every job fails with an error."""
     heard: list[Outcome] = []
     with ThreadPoolExecutor(2) as threads:
         outcomes = convert_many(jobs_in("run", "new", map_location=lambda tag: "cuda:1"), threads, done=heard.append)
         assert threads.submit(int, "7").result() == 7
     assert all(outcome.report for outcome in outcomes)
     assert sorted(str(outcome.job.dst) for outcome in heard) == [str(outcome.job.dst) for outcome in outcomes]
-    for outcome in convert_many(jobs_in("run", "no"), threads):  # it is shut down by now
+    for outcome in convert_many(jobs_in("run", "no"), threads):  # it is shut down now
         assert "cannot schedule new futures" in str(outcome.error)
     assert not Path("no").exists()
 
 
 def test_processes_of_our_own(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an executor; errors speak of keywords; a function that no other process can have is refused."""
+    """Without an executor, `convert_many` starts its own processes. Its errors suggest keywords. A function that cannot
+    be sent to another process is refused.
+    """
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     jobs = jobs_in("run", "new", map_location={"cpu": "cuda:1"})
     assert all(outcome.report for outcome in convert_many(jobs))
@@ -632,7 +642,9 @@ def test_processes_of_our_own(run_folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 @needs_proc
 def test_a_callback_that_fails_ends_it(run_folder: Path) -> None:
-    """Its error comes through at once, and no process stays, whatever it is at."""
+    """If the callback raises an exception, `run_jobs` raises it without waiting for slow jobs, and ends all
+    processes.
+    """
 
     def fail(outcome: Outcome) -> Outcome:
         raise LookupError("enough")
@@ -647,9 +659,7 @@ def test_a_callback_that_fails_ends_it(run_folder: Path) -> None:
 
 
 def test_a_job_is_checked_when_it_is_made() -> None:
-    """What no conversion could understand is said where it was written; a job, and what
-    becomes of it, can go to another process.
-    """
+    """The options of a job are checked when it is created. Jobs, outcomes and errors can be pickled."""
     with pytest.raises(TypeError, match=r"keyword argument .mao_location.; did you mean: map_location=.cpu.$"):
         Job("a.pt", "b.pt", {"mao_location": "cpu"})
     with pytest.raises(ckptconv.UsageError, match="not a device"):
@@ -664,8 +674,10 @@ def test_a_job_is_checked_when_it_is_made() -> None:
     assert vars(pickle.loads(pickle.dumps(error))) == vars(error)
 
 
-def test_a_job_may_be_many_things(run_folder: Path) -> None:
-    """Missing folders above an output are made, and go again where nothing came to stand in them."""
+def test_parent_folders_of_outputs(run_folder: Path) -> None:
+    """Missing parent folders of an output are created, and are removed if the job fails. A folder without a set cannot
+    be converted to one file.
+    """
     outcomes = convert_many(
         [Job("run/step-0/model.pt", "a/b/c.pt"), Job("nothing.pt", "d/e/f.pt"), Job("run", "g.pt")],
         ThreadPoolExecutor(1),
@@ -684,8 +696,8 @@ def test_a_job_may_be_many_things(run_folder: Path) -> None:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_one_bar_for_all(run_folder: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, convert: Command) -> None:
-    """It ends at the sum of all outputs, and never forgets how fast it was; lines stay below 80 columns; small batches,
-    dry runs and -q have none.
+    """A batch on a terminal has one progress bar, which ends at the size of all outputs. Other lines fit in 80 columns.
+    Dry runs and ``-q`` have no bar.
     """
 
     def forget(task: object) -> None:
@@ -710,7 +722,7 @@ def test_one_bar_for_all(run_folder: Path, monkeypatch: pytest.MonkeyPatch, jobs
 
 
 def test_skipping_one_file(run_folder: Path, convert: Command) -> None:
-    """A single output that exists is left as well, whatever --force says, and that is status 0."""
+    """``--skip-existing`` keeps a single existing output, also with ``--force``, and the exit status is 0."""
     Path("old.pt").write_bytes(b"old")
     assert convert("run/step-0/model.pt", "old.pt", "--skip-existing", "--force").err == "old.pt: exists, skipped\n"
     assert convert.json("run/step-0/model.pt", "old.pt", "--skip-existing")["skipped"] is True
@@ -718,9 +730,9 @@ def test_skipping_one_file(run_folder: Path, convert: Command) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_another_job_wrote_is_no_success(tmp_path: Path, workers: int) -> None:
-    """Of two jobs with one output, whose files would have one size, one is done and the other fails: its output is not
-    what it would have written.
+def test_two_jobs_with_the_same_output(tmp_path: Path, workers: int) -> None:
+    """Of two jobs with the same output and the same size, one succeeds and the other fails, because the output is not
+    its own.
     """
     for name, fill in (("a", 1.0), ("b", 2.0)):
         torch.save({"w": torch.full((100,), fill)}, tmp_path / f"{name}.pt")

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, by the names in it."""
+"""Tests of the discovery of checkpoints in a folder by the names of its files."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ def kinds(folder: Path) -> dict[str, str]:
 
 
 def test_checkpoints_are_told_by_their_suffix(tmp_path: Path) -> None:
-    """In any case of letters, at any depth; all else is other."""
+    """Files with the suffix of a checkpoint are found at any depth and in any case of letters. All other files are
+    'other'.
+    """
     files = ["a.pt", "b.PTH", "c.bin", "d/e/f.ckpt", "g.safetensors", "h.th", "i.pth.tar", "j.pkl"]
     others = ["config.json", "k.tar", "pt", ".gitattributes", "d/l.txt"]
     fill(tmp_path, *files, *others)
     assert kinds(tmp_path) == {**dict.fromkeys(files, "file"), **dict.fromkeys(others, "other")}
 
 
-def test_shards_are_one_thing(tmp_path: Path) -> None:
-    """Whether all are there or not, with an index or without, variants too: whoever reads them says what is missing.
-
-    A number of none makes no set.
+def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
+    """Shards are found as one set, with or without an index, also if shards are missing or have a variant. A set of
+    zero shards does not exist, so its file is found as a single file.
     """
     fill(
         tmp_path,
@@ -68,9 +69,9 @@ def test_shards_are_one_thing(tmp_path: Path) -> None:
     ]
 
 
-def test_chunks_are_one_thing(tmp_path: Path) -> None:
-    """A folder of torch.distributed.checkpoint, without its metadata too, or with nothing else, which whoever reads it
-    will miss; what Lightning puts beside them is a file. Others call other things metadata.
+def test_chunks_are_one_checkpoint(tmp_path: Path) -> None:
+    """A DCP folder is found as one checkpoint, also without its metadata or without chunks. Lightning's ``meta.pt`` is
+    a file. A file named ``.metadata`` with other content is not a checkpoint.
     """
     fill(
         tmp_path,
@@ -95,8 +96,8 @@ def test_chunks_are_one_thing(tmp_path: Path) -> None:
 
 
 def test_hidden_folders_and_links_to_folders_are_not_entered(tmp_path: Path) -> None:
-    """They are named if they hold something; links to files are files, wherever they lead;
-    what a killed conversion left is nothing.
+    """Hidden folders and links to folders are listed as unentered if they are not empty. A link to a file is a file,
+    whatever its target is. Temporary files of a killed conversion are ignored.
     """
     fill(tmp_path, ".cache/a.pt", ".empty/", "b/c.pt", ".d.pt.ckptconv-0a1b2c.tmp", ".e.ckptconv-0a1b2c.tmp/f.pt")
     os.symlink("b", tmp_path / "link")
@@ -113,8 +114,10 @@ def test_hidden_folders_and_links_to_folders_are_not_entered(tmp_path: Path) -> 
     }
 
 
-def test_the_blobs_of_the_hubs_cache_are_what_its_links_lead_to(tmp_path: Path) -> None:
-    """They are not named a second time, under names that say nothing; another folder of that name is as any."""
+def test_blobs_of_a_hub_cache(tmp_path: Path) -> None:
+    """The blobs in a cache of the Hub are not listed, because its snapshots contain links to them. Other folders named
+    ``blobs`` are listed.
+    """
     fill(tmp_path, "hub/blobs/0a1b", "hub/refs/main", "hub/snapshots/abc/", "other/blobs/x.pt", "other/snapshots/y.pt")
     os.symlink("../../blobs/0a1b", tmp_path / "hub" / "snapshots" / "abc" / "model.safetensors")
     assert kinds(tmp_path) == {
@@ -125,20 +128,20 @@ def test_the_blobs_of_the_hubs_cache_are_what_its_links_lead_to(tmp_path: Path) 
     }
 
 
-def test_only_what_stands_there(tmp_path: Path) -> None:
-    """``find_in`` looks into no other folder."""
+def test_find_in_does_not_enter_folders(tmp_path: Path) -> None:
+    """``find_in`` does not enter subfolders."""
     fill(tmp_path, "a.pt", "b/c.pt")
     assert [each.path.name for each in find_in(tmp_path)] == ["a.pt"]
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:
-    """A typed error that names it."""
+    """A folder that cannot be listed raises an InputError."""
     with pytest.raises(InputError, match="cannot be listed"):
         find(tmp_path / "nowhere")
 
 
 def test_the_order_is_that_of_the_paths(tmp_path: Path) -> None:
-    """Whatever the filesystem's is."""
+    """Checkpoints are found in the order of their paths."""
     fill(tmp_path, *(f"{i % 7}/{i * 37 % 100}.pt" for i in range(100)))
     found = [each.path.parts for each in find(tmp_path)]
     assert len(found) == 100

@@ -1,4 +1,4 @@
-"""One thread that plans, and others that wait for the disk meanwhile."""
+"""Tests of a batch in one process: one thread converts while other threads wait for the disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AT_ONCE = 8
 
 @pytest.fixture
 def jobs(here: Path) -> list[Job]:
-    """Twelve small files, to one folder."""
+    """Return twelve jobs with small inputs and outputs in one folder."""
     (here / "in").mkdir()
     for i in range(12):
         torch.save({"w": torch.full((4,), float(i))}, here / "in" / f"{i}.pt")
@@ -29,8 +29,8 @@ def jobs(here: Path) -> list[Job]:
 
 
 class Disk:
-    """Stands for ``os.fsync``: that of a file takes until `at_once` have begun, that of the folder ``out`` until
-    `before_folder` have.
+    """A replacement of ``os.fsync`` that records its calls. A sync of a file waits until `at_once` files have started
+    to sync. A sync of the folder ``out`` waits until `before_folder` files have.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at_once: int, before_folder: int = 0) -> None:
@@ -53,7 +53,7 @@ class Disk:
 
 
 def run(jobs: list[Job]) -> list[Outcome]:
-    """Do `jobs` in this thread; their outcomes, which come in the order of the jobs."""
+    """Run `jobs` in this thread. Return the outcomes, which must come in the order of the jobs."""
     said: list[Outcome] = []
 
     def done(outcome: Outcome) -> Outcome:
@@ -71,7 +71,7 @@ needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no /
 
 @needs_proc
 def test_many_syncs_at_once(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are synced beside one another, each once, and one sync of the folder serves several names."""
+    """Files are synced at the same time, each of them once. One sync of the folder serves several files."""
     disk = Disk(monkeypatch, AT_ONCE, len(jobs))
     assert all(outcome.report for outcome in run(jobs))
     assert len(disk.files) == len(jobs)
@@ -82,7 +82,7 @@ def test_many_syncs_at_once(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) ->
 
 @needs_proc
 def test_a_failing_sync_is_that_of_its_file(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its temporary goes, and all others are converted."""
+    """If the sync of a file fails, only its job fails. Its temporary file is removed."""
     disk = Disk(monkeypatch, AT_ONCE)
     real = disk.real
 
@@ -99,10 +99,10 @@ def test_a_failing_sync_is_that_of_its_file(jobs: list[Job], monkeypatch: pytest
 
 
 @needs_proc
-def test_a_failing_sync_of_the_folder_is_that_of_all_who_waited(
-    jobs: list[Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each says that its new file is in place."""
+def test_a_failing_sync_of_the_folder(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the sync of the folder fails, each job that waited for it fails. Each error states that the new file is in
+    place.
+    """
     disk = Disk(monkeypatch, len(jobs))
     real = disk.real
 
@@ -117,8 +117,8 @@ def test_a_failing_sync_of_the_folder_is_that_of_all_who_waited(
 
 
 @needs_proc
-def test_what_is_larger_waits_alone(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together they have no more bytes on the way than one of them may have."""
+def test_files_beyond_the_limit_are_synced_one_by_one(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If each file alone exceeds the limit of bytes, the files are synced one after the other."""
     monkeypatch.setattr(batches, "_WAITING", 1000)
     disk = Disk(monkeypatch, 1)
     synced: list[int] = []
@@ -129,11 +129,13 @@ def test_what_is_larger_waits_alone(jobs: list[Job], monkeypatch: pytest.MonkeyP
 
     run_jobs(jobs, processes(1), done)
     assert disk.folders.count("out") == len(jobs)
-    assert synced == list(range(1, 1 + len(jobs)))  # each is told of before the next one's bytes are there
+    assert synced == list(range(1, 1 + len(jobs)))  # each outcome is reported before the next file is written
 
 
-def test_one_output_for_two_is_not_raced_for(jobs: list[Job]) -> None:
-    """The second finds the first one's output, as it always did, and reads it where it is its input."""
+def test_jobs_that_depend_on_an_output(jobs: list[Job]) -> None:
+    """A job that writes or reads the output of an earlier job runs after it. The second job then fails because its
+    output exists, and the third reads the first output.
+    """
     twice = [jobs[0], Job("in/1.pt", "out/0.pt", {}), Job("out/0.pt", "out/again.pt", {})]
     outcomes = run(twice)
     assert [outcome.error is None for outcome in outcomes] == [True, False, True]
@@ -141,7 +143,7 @@ def test_one_output_for_two_is_not_raced_for(jobs: list[Job]) -> None:
 
 
 def test_no_threads(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system gives no more, the disk is waited for here."""
+    """If no thread can be started, the main thread syncs all files."""
 
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -152,7 +154,7 @@ def test_no_threads(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_more_threads(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system gives one and no more: what that one was handed too is not done twice."""
+    """If only one thread can be started, no file is synced twice."""
     start, started = threading.Thread.start, []
 
     def once(thread: threading.Thread) -> None:
@@ -166,7 +168,7 @@ def test_no_more_threads(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> No
 
     def sync(fd: int) -> None:
         if threading.current_thread() in started:
-            time.sleep(0.01)  # so that it is busy when the next comes
+            time.sleep(0.01)  # so that the thread is busy when the next file comes
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
         real(fd)
 
@@ -179,7 +181,7 @@ def test_no_more_threads(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> No
 @needs_proc
 @pytest.mark.parametrize("hard", [8, 64])
 def test_few_open_files(jobs: list[Job], hard: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more wait for the disk than the system lets be open."""
+    """At most an eighth of the limit of open files wait for the disk at the same time."""
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
     assert processes(1).most == hard // 8
@@ -188,8 +190,10 @@ def test_few_open_files(jobs: list[Job], hard: int, monkeypatch: pytest.MonkeyPa
     assert len(disk.files) == len(jobs)
 
 
-def test_what_is_not_one_file_waits_alone(jobs: list[Job]) -> None:
-    """A set by its index, and rank files by a pattern, have all their files open."""
+def test_sets_and_patterns_wait_alone(jobs: list[Job]) -> None:
+    """A set or a pattern of rank files has many open files, so its job does not wait for the disk together with
+    others.
+    """
     Path("model.safetensors.index.json").write_text("{}")
     for src, is_alone in ((jobs[0].src, False), ("model.safetensors.index.json", True), ("in/*.pt", True)):
         _, nbytes = batches._paths_and_size(Task(Job(src, "out.pt")))
@@ -198,7 +202,7 @@ def test_what_is_not_one_file_waits_alone(jobs: list[Job]) -> None:
 
 @needs_proc
 def test_ctrl_c_twice_leaves_no_temporary(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second comes while those are waited for that the first has found at the disk."""
+    """A second Ctrl-C, while the first one waits for the threads, leaves no temporary file."""
     begun = threading.Event()
 
     def interrupt(_: int) -> None:
@@ -221,7 +225,7 @@ def test_ctrl_c_twice_leaves_no_temporary(jobs: list[Job], monkeypatch: pytest.M
 
 @needs_proc
 def test_ctrl_c_leaves_no_temporary(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six wait for the disk as it comes: none of them has its name, and no folder is left for them."""
+    """Ctrl-C while six files wait for the disk leaves no temporary file, no output and no output folder."""
     disk = Disk(monkeypatch, len(jobs))
 
     def interrupt(_: int) -> None:

@@ -1,5 +1,5 @@
-"""A folder with a sharded set in it, as one conversion: what stands beside the set comes
-along, and the whole appears at once.
+"""Tests of the conversion of a folder that contains a sharded set. The other checkpoints of the folder are converted
+too, and the complete output folder appears at once.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def weights(prefix: str = "module.") -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """What a run leaves: a model in three shards, its optimizer, a model that was saved
-    whole, texts, and a folder with more.
+    """Return a training output: a folder with a model in three shards, its optimizer, a single-file model and text
+    files.
     """
     folder = tmp_path / "model"
     (folder / "inner").mkdir(parents=True)
@@ -64,7 +64,7 @@ def has_note(report: Report, words: str) -> bool:
 
 
 def load_set(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a set, by its index."""
+    """Return the tensors of the set in `folder`, by its index."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     return {name: load_file(folder / shard)[name] for name, shard in index["weight_map"].items()}
 
@@ -74,9 +74,9 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_what_stands_beside_a_set_comes_along(model: Path, tmp_path: Path) -> None:
-    """The set stays in its shards, the checkpoints beside and below it are converted, other files are
-    left and named.
+def test_checkpoints_next_to_a_set_are_converted(model: Path, tmp_path: Path) -> None:
+    """The set keeps its shards, and checkpoints next to it and below it are converted. The report names other files as
+    left.
     """
     out = tmp_path / "out"
     report = convert(model, out, strip_prefix="module.", map_location="cuda:1")
@@ -95,16 +95,16 @@ def test_what_stands_beside_a_set_comes_along(model: Path, tmp_path: Path) -> No
 
 
 def test_others_are_copied_when_asked(model: Path, tmp_path: Path) -> None:
-    """With copy_others all files come along, byte for byte, and the report leaves nothing over."""
+    """``copy_others`` copies all files byte for byte, and the report names no file as left."""
     report = convert(model, tmp_path / "out", copy_others=True)
     assert tree(tmp_path / "out") == tree(model)
     assert (tmp_path / "out" / "inner" / "vocab.txt").read_text() == "a b"
     assert not has_note(report, "left")
 
 
-def test_of_an_index_the_set_alone_is_taken(model: Path, tmp_path: Path) -> None:
-    """Given the index, nothing that stands beside the set is converted; with
-    copy_others, what is no checkpoint is copied.
+def test_an_index_as_input_converts_only_the_set(model: Path, tmp_path: Path) -> None:
+    """If the input is the index of a set, only the set is converted. ``copy_others`` then copies only files that are
+    not checkpoints.
     """
     index = model / "model.safetensors.index.json"
     convert(index, tmp_path / "out")
@@ -114,8 +114,8 @@ def test_of_an_index_the_set_alone_is_taken(model: Path, tmp_path: Path) -> None
 
 
 def test_in_place(model: Path) -> None:
-    """The folder itself can be the target, with force: what is not converted stays what it is, hidden folders, links,
-    empty folders and modes too.
+    """A folder can be converted onto itself with ``force``. Other files, hidden folders, links, empty folders and modes
+    are not changed.
     """
     (model / ".cache" / "hub").mkdir(parents=True)
     (model / ".cache" / "hub" / "lock").write_text("x")
@@ -138,7 +138,7 @@ def test_in_place(model: Path) -> None:
 
 
 def test_in_place_with_other_shards(model: Path) -> None:
-    """In place, shards of another number take the place of the old ones, which go."""
+    """In a conversion in place, a different number of shards replaces the old shards."""
     convert(model, model, max_shard_size="1700", force=True, copy_others=True)
     assert tree(model) == sorted(
         [
@@ -154,9 +154,9 @@ def test_in_place_with_other_shards(model: Path) -> None:
     assert_equal(load_set(model), weights())
 
 
-def test_an_older_model_goes_and_other_things_do_not(model: Path, tmp_path: Path) -> None:
-    """With force a model by the Hub's names is replaced, in however many shards it
-    was; what is none is not thrown away.
+def test_an_older_model_is_replaced_and_other_files_are_not(model: Path, tmp_path: Path) -> None:
+    """With ``force``, an existing set under the Hub's names is replaced, whatever its number of shards. An output
+    folder with other files is refused.
     """
     out = tmp_path / "out"
     convert(model, out, max_shard_size="450")
@@ -179,11 +179,9 @@ def test_an_older_model_goes_and_other_things_do_not(model: Path, tmp_path: Path
     ],
     ids=["strip", "rename", "exclude", "dtype"],
 )
-def test_an_edit_that_means_nothing_anywhere_is_a_typo(
-    model: Path, tmp_path: Path, edit: dict[str, Any], said: str
-) -> None:
-    """An edit may mean nothing in one of the checkpoints, but not in all of them; that is said,
-    and not that one of them cannot be read.
+def test_an_edit_that_matches_nowhere_is_an_error(model: Path, tmp_path: Path, edit: dict[str, Any], said: str) -> None:
+    """An edit that matches in no checkpoint of the folder is an error. The error is about the edit, although one
+    checkpoint cannot be read.
     """
     (model / "bad.pt").write_bytes((model / "optimizer.pt").read_bytes()[:-50])
     with pytest.raises(NoMatchError, match=said):
@@ -191,8 +189,8 @@ def test_an_edit_that_means_nothing_anywhere_is_a_typo(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_edit_may_mean_something_in_one_checkpoint_alone(model: Path, tmp_path: Path) -> None:
-    """A name that only the checkpoint below the set has is excluded there, and the set is as it was."""
+def test_an_edit_may_match_in_only_one_checkpoint(model: Path, tmp_path: Path) -> None:
+    """An edit may match in only one checkpoint of the folder."""
     torch.save({"module.w": torch.zeros(2), "bias": torch.ones(1)}, model / "inner" / "ema.pt")
     report = convert(model, tmp_path / "out", exclude="bias")
     assert report.failed == ()
@@ -200,8 +198,8 @@ def test_an_edit_may_mean_something_in_one_checkpoint_alone(model: Path, tmp_pat
     assert_equal(load_set(tmp_path / "out"), weights())
 
 
-def test_one_that_cannot_be_read_stops_none(model: Path, tmp_path: Path, command: Command) -> None:
-    """A damaged checkpoint beside the set is left out and named; the command exits with 3, and with 0 without it."""
+def test_a_damaged_checkpoint_next_to_a_set(model: Path, tmp_path: Path, command: Command) -> None:
+    """A damaged checkpoint next to the set is left out and reported, and the command exits with status 3."""
     (model / "bad.pt").write_bytes((model / "optimizer.pt").read_bytes()[:-50])
     report = convert(model, tmp_path / "out", copy_others=True)
     assert [Path(path).name for path, _ in report.failed] == ["bad.pt"]
@@ -212,8 +210,8 @@ def test_one_that_cannot_be_read_stops_none(model: Path, tmp_path: Path, command
     command("convert", model, tmp_path / "more")
 
 
-def test_in_place_one_that_cannot_be_read_is_not_lost(model: Path) -> None:
-    """Where the folder itself is the target, a checkpoint that could not be converted stays as it is, and is named."""
+def test_a_damaged_checkpoint_is_kept_in_place(model: Path) -> None:
+    """In a conversion in place, a checkpoint that cannot be converted is kept and reported."""
     (model / "pytorch_model.bin").write_bytes(b"\x80\x02 not a pickle")
     report = convert(model, model, strip_prefix="module.", force=True)
     assert [Path(path).name for path, _ in report.failed] == ["pytorch_model.bin"]
@@ -222,7 +220,9 @@ def test_in_place_one_that_cannot_be_read_is_not_lost(model: Path) -> None:
 
 
 def test_a_set_that_cannot_be_read(model: Path, tmp_path: Path) -> None:
-    """Where a shard is missing the folder fails as a whole: one without its model would look as if it were done."""
+    """If a shard is missing, the complete conversion fails and writes nothing. An output without its model would look
+    complete.
+    """
     (model / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CkptconvError, match="model-00002-of-00003"):
         convert(model, tmp_path / "out")
@@ -230,7 +230,7 @@ def test_a_set_that_cannot_be_read(model: Path, tmp_path: Path) -> None:
 
 
 def test_two_sets_in_one_folder(tmp_path: Path) -> None:
-    """A folder with a model in both of the Hub's formats becomes a folder with both."""
+    """A folder with a model in both formats of the Hub becomes a folder with both."""
     folder = tmp_path / "model"
     for safe in (True, False):
         (tmp_path / str(safe)).mkdir()
@@ -243,7 +243,7 @@ def test_two_sets_in_one_folder(tmp_path: Path) -> None:
 
 
 def test_threads_write_the_same_bytes(model: Path, tmp_path: Path) -> None:
-    """However many threads write the files, they are the same."""
+    """The output does not depend on the number of threads."""
     for jobs in (1, 3):
         convert(model, tmp_path / str(jobs), map_location="cpu", copy_others=True, jobs=jobs)
     files = tree(tmp_path / "1")
@@ -252,7 +252,7 @@ def test_threads_write_the_same_bytes(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_writes_nothing_and_says_the_same(model: Path, tmp_path: Path) -> None:
-    """The plan of a dry run is that of the conversion."""
+    """A dry run gives the report of the conversion and writes nothing."""
     planned = convert(model, tmp_path / "out", strip_prefix="module.", dry_run=True)
     assert not (tmp_path / "out").exists()
     done = convert(model, tmp_path / "out", strip_prefix="module.")
@@ -264,7 +264,7 @@ def test_a_dry_run_writes_nothing_and_says_the_same(model: Path, tmp_path: Path)
 
 
 def test_an_output_of_links_is_followed_to_its_folder(model: Path, tmp_path: Path) -> None:
-    """A link to a folder is the folder: the link stays one, and the folder that it leads to is replaced."""
+    """If the output is a link to a folder, the link is kept and the folder that it leads to is replaced."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     convert(model, tmp_path / "link")
@@ -272,8 +272,8 @@ def test_an_output_of_links_is_followed_to_its_folder(model: Path, tmp_path: Pat
     assert set(SET) <= {*tree(tmp_path / "real")}
 
 
-def test_the_folder_that_we_are_in(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``.`` can be the input and the output: what is built beside it stands beside the folder itself."""
+def test_the_working_directory_as_input_and_output(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory ``.`` can be input and output."""
     monkeypatch.chdir(model)
     convert(".", ".", strip_prefix="module.", force=True)
     monkeypatch.chdir(model.parent)
@@ -281,8 +281,8 @@ def test_the_folder_that_we_are_in(model: Path, monkeypatch: pytest.MonkeyPatch)
     assert os.listdir(model.parent) == ["model"]
 
 
-def test_sources_that_change_are_noticed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint beside the set that changes while the set is written leaves no output."""
+def test_changed_sources_are_detected(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a checkpoint next to the set changes during the conversion, there is no output."""
     real: Callable[..., Any] = folders.fill
 
     def touch(path: Path, *args: Any, **options: Any) -> Any:
@@ -295,10 +295,8 @@ def test_sources_that_change_are_noticed(model: Path, tmp_path: Path, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
-def test_an_older_model_of_another_name_or_place_does_not_go(model: Path, tmp_path: Path) -> None:
-    """With force a folder loses its older model, and neither another variant, nor an adapter, nor what stands in
-    folders below: then it is refused.
-    """
+def test_an_older_model_of_another_name_or_place_is_not_replaced(model: Path, tmp_path: Path) -> None:
+    """``force`` does not replace another variant, an adapter or a model in a subfolder. The conversion is refused."""
     for name in ("backup/model.safetensors", "model.fp16.safetensors", "adapter_model.safetensors"):
         out = tmp_path / name.replace("/", "-").removesuffix(".safetensors")
         convert(model, out)
@@ -309,8 +307,8 @@ def test_an_older_model_of_another_name_or_place_does_not_go(model: Path, tmp_pa
         assert (out / name).exists()
 
 
-def test_what_goes_is_named(model: Path, tmp_path: Path) -> None:
-    """What of the old folder the new one will not have stands in the report, of a dry run too."""
+def test_removed_files_are_reported(model: Path, tmp_path: Path) -> None:
+    """The report of a dry run names the files of the old folder that will be removed."""
     convert(model, tmp_path / "out", max_shard_size="450")
     report = convert(model, tmp_path / "out", force=True, dry_run=True)
     assert has_note(report, "6 files of the old folder go: model-00001-of-00006")
@@ -318,7 +316,7 @@ def test_what_goes_is_named(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["two formats", "two suffixes"])
 def test_two_files_of_one_name_are_refused_before_anything_is_written(model: Path, tmp_path: Path, kind: str) -> None:
-    """Where two checkpoints in the folder would become one file, that is said by the plan, with both their names."""
+    """If two checkpoints of the folder would become the same file, a dry run is refused too."""
     if kind == "two formats":
         convert(model / "model.safetensors.index.json", tmp_path / "bin", format="pt")
         for path in (tmp_path / "bin").iterdir():
@@ -331,10 +329,9 @@ def test_two_files_of_one_name_are_refused_before_anything_is_written(model: Pat
         convert(model, tmp_path / "out", format="safetensors", dry_run=True)
 
 
-def test_what_comes_along(model: Path, tmp_path: Path) -> None:
-    """Copies have the modes of what they are copies of; links within the folder stay links, or become the files that
-    they lead to where they lead there by another way; hidden and empty folders come too. Links out of the folder are
-    not followed; they and what is no file are named.
+def test_links_modes_and_special_files(model: Path, tmp_path: Path) -> None:
+    """Copies keep their modes. Links within the folder stay links, or become files if their path leaves the folder.
+    Hidden and empty folders are copied. Links out of the folder and special files are left out and reported.
     """
     (tmp_path / "private").write_text("private")
     (model / "tokenizer.json").symlink_to(tmp_path / "private")
@@ -366,7 +363,9 @@ def test_what_comes_along(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_snapshot_of_the_hubs_cache_comes_with_its_blobs(model: Path, tmp_path: Path, command: Command) -> None:
-    """A snapshot is nothing but links to the blobs beside it: these are followed, and no others."""
+    """A snapshot in a cache of the Hub contains links to blobs. Links to its own blobs are followed, other links out of
+    the folder are not.
+    """
     cache, snapshot = tmp_path / "cache" / "models--a--b", tmp_path / "cache" / "models--a--b" / "snapshots" / "abc"
     (cache / "blobs").mkdir(parents=True)
     shutil.copytree(model, snapshot)
@@ -384,8 +383,8 @@ def test_a_snapshot_of_the_hubs_cache_comes_with_its_blobs(model: Path, tmp_path
 
 
 def test_modes_are_those_that_cp_would_give(model: Path, tmp_path: Path) -> None:
-    """A set is as private as the most private of its files, another checkpoint beside it as private as it was itself; a
-    folder as the one that it comes from. What is read-only can be written by its owner.
+    """The output of a set has the mode of its most private file. Other checkpoints and folders keep their modes, but
+    the owner can write the output of a read-only file.
     """
     (model / SET[1]).chmod(0o600)
     (model / "optimizer.pt").chmod(0o440)
@@ -397,8 +396,8 @@ def test_modes_are_those_that_cp_would_give(model: Path, tmp_path: Path) -> None
     assert oct((tmp_path / "merged.pt").stat().st_mode & 0o777) == "0o600"
 
 
-def test_what_is_not_entered_is_named(model: Path, tmp_path: Path) -> None:
-    """Without copy_others, hidden folders with something in them and links to folders are named as left."""
+def test_folders_that_are_not_entered_are_reported(model: Path, tmp_path: Path) -> None:
+    """The report names hidden folders and links to folders as left if they are not empty."""
     (model / ".cache").mkdir()
     (model / ".cache" / "x").write_text("x")
     (model / "link").symlink_to("inner")
@@ -407,8 +406,8 @@ def test_what_is_not_entered_is_named(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_configuration_that_says_another_dtype_is_named(model: Path, tmp_path: Path) -> None:
-    """transformers casts to what config.json says, so a cast set beside one that says
-    something else is not what is loaded.
+    """The report contains a note if ``config.json`` has another dtype than the output, because transformers casts to
+    that dtype.
     """
     (model / "config.json").write_text('{"dtype": "float32"}')
     said = "config.json has dtype float32"
@@ -419,7 +418,7 @@ def test_a_configuration_that_says_another_dtype_is_named(model: Path, tmp_path:
 
 
 def test_a_configuration_beside_one_file(tmp_path: Path) -> None:
-    """It is named for a model that is one file as well."""
+    """The note about ``config.json`` is also given for a model in a single file."""
     torch.save({"w": torch.ones(2)}, tmp_path / "model.bin")
     for key in ("dtype", "torch_dtype"):
         (tmp_path / "config.json").write_text(json.dumps({key: "float32"}))
@@ -429,7 +428,9 @@ def test_a_configuration_beside_one_file(tmp_path: Path) -> None:
 
 
 def test_many_checkpoints_beside_a_set(model: Path, tmp_path: Path) -> None:
-    """More of them than files may be open: the soft limit is raised, and what is copied is opened one at a time."""
+    """A folder with more checkpoints than the soft limit of open files is converted: the limit is raised. Copied files
+    are opened one at a time.
+    """
     for i in range(150):
         torch.save({f"module.{i}": torch.ones(1)}, model / f"{i:03}.pt")
         (model / f"{i:03}.txt").write_text("x")
@@ -442,8 +443,8 @@ def test_many_checkpoints_beside_a_set(model: Path, tmp_path: Path) -> None:
     assert tree(tmp_path / "out") == tree(model)
 
 
-def test_one_safetensors_file_is_no_set(tmp_path: Path) -> None:
-    """A file that becomes shards of any size large enough is one file under the Hub's name, without an index."""
+def test_one_safetensors_file_is_not_a_set(tmp_path: Path) -> None:
+    """A file that fits in one shard becomes a single file under the Hub's name, without an index."""
     save_file(weights(""), tmp_path / "weights.safetensors")
     report = convert(tmp_path / "weights.safetensors", tmp_path / "out", max_shard_size="5GB")
     assert tree(tmp_path / "out") == ["model.safetensors"]
@@ -452,10 +453,10 @@ def test_one_safetensors_file_is_no_set(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", [None, "pt", "safetensors"])
-def test_a_dcp_folder_has_one_name_beside_a_set_and_without_one(
+def test_the_name_of_a_dcp_folder_with_and_without_a_set(
     model: Path, ranks: Path, tmp_path: Path, format: str | None
 ) -> None:
-    """What it is called does not depend on what else stands in the folder."""
+    """The output name of a DCP folder does not depend on whether a set is next to it."""
     alone = tmp_path / "alone"
     for name in ("mesh", "hf") if dcp_ranks.HAS_HF else ("mesh",):
         for folder in (model, alone):

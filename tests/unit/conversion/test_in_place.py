@@ -1,5 +1,5 @@
-"""Changes in place: torch loads of the file what it loads of a converted copy, undo restores the old bytes, and no
-state in between is taken for a whole file.
+"""Tests of changes in place. torch loads the same objects from the changed file as from a converted copy, `undo`
+restores the old bytes, and no incomplete state of the file is accepted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ EDITS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=["zip", "legacy", "zip without checksums", "pickle"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A state dict of enough names that a part of the change can reach the disk without the rest."""
+    """Return the path of a state dict with 20 names, so that a part of a change can reach the disk without the rest."""
     state = {f"layer{i}.weight": torch.arange(4.0) + i for i in range(20)}
     if request.param == "pickle":
         (tmp_path / "model.pkl").write_bytes(pickle.dumps(state, 4))
@@ -66,7 +66,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def load_storage(data: bytes) -> Any:
-    """What torch makes of a storage in a plain pickle, wherever it was."""
+    """Return the storage that torch loads from the bytes in a plain pickle, on the CPU."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
@@ -82,7 +82,7 @@ def load(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS)
-def test_it_is_what_convert_writes_and_undo_gives_the_old_bytes(checkpoint: Path, edits: dict[str, Any]) -> None:
+def test_change_and_undo(checkpoint: Path, edits: dict[str, Any]) -> None:
     before = checkpoint.read_bytes()
     converted = checkpoint.with_name("converted.pt")
     ckptconv.convert(checkpoint, converted, **edits)
@@ -105,8 +105,8 @@ def test_it_is_what_convert_writes_and_undo_gives_the_old_bytes(checkpoint: Path
 def test_no_torn_state_is_taken_for_whole(
     checkpoint: Path, edits: dict[str, Any], back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Power is lost at any write of a change, or of its undoing: the file is the old one, the new one, or one that
-    torch and we refuse; and its journal gives the old one back.
+    """Power may fail at any write of a change or of its undo. The file is then the old one, the new one, or one that
+    torch and ckptconv refuse. Its journal restores the old one.
     """
     if "rename" in edits and not is_zip(checkpoint):
         pytest.skip("a stream cannot grow")
@@ -135,7 +135,7 @@ def test_no_torn_state_is_taken_for_whole(
 
 
 def test_without_the_poison_torn_states_load(tmp_path: Path) -> None:
-    """The control: what the poison is for."""
+    """Without the poison bytes, torch loads some torn states. This control test shows that the poison is necessary."""
     path = tmp_path / "model.pt"
     with without_crc32():
         torch.save({f"layer{i}.weight": torch.arange(4.0) for i in range(200)}, path)
@@ -171,7 +171,9 @@ def test_a_stream_cannot_grow(tmp_path: Path) -> None:
 @pytest.mark.untraced
 @pytest.mark.parametrize("protocol", range(6))
 def test_plain_pickles(tmp_path: Path, protocol: int) -> None:
-    """Where bytes are bytes, what stands between them changes; before protocol 3 they are texts."""
+    """A plain pickle is changed in place, also twice, if its protocol has opcodes for bytes. Before protocol 3 it is
+    refused.
+    """
     path = tmp_path / "model.pkl"
     state = {f"module.layer{i}.weight": torch.arange(float(i)) for i in range(300)}
     path.write_bytes(pickle.dumps({"model": state, "same": state, "text": "x" * 70_000}, protocol))
@@ -184,11 +186,11 @@ def test_plain_pickles(tmp_path: Path, protocol: int) -> None:
             **edits,
         )
         return
-    for _ in range(2):  # what was padded once is padded again
+    for _ in range(2):  # the padding of the first change is padded again
         ckptconv.convert(path, in_place=True, **edits)
         ckptconv.convert(path, in_place=True, no_undo=True, map_location="cpu")
         changed = pickle.loads(path.read_bytes())
-        assert_same(changed, pickle._loads(path.read_bytes()))  # by Python's unpickler as by C's
+        assert_same(changed, pickle._loads(path.read_bytes()))  # by Python's unpickler as by that in C
         assert [*changed["model"]] == [name.replace("module.", "a.") for name in state]
         assert changed["model"] is changed["same"] and changed["text"] == "x" * 70_000
         assert_same([*changed["model"].values()], [*state.values()])
@@ -197,7 +199,7 @@ def test_plain_pickles(tmp_path: Path, protocol: int) -> None:
 
 
 def test_a_storage_whose_file_is_a_zip(tmp_path: Path) -> None:
-    """A few versions of torch wrote those; more than the storage's bytes stands behind its start."""
+    """A storage that is pickled as a zip archive, as a few versions of torch do, cannot be changed in place."""
     path = tmp_path / "model.pkl"
     save = torch.save
     with mock.patch("torch.save", lambda obj, file, **_: save(obj, file)):
@@ -207,8 +209,8 @@ def test_a_storage_whose_file_is_a_zip(tmp_path: Path) -> None:
         refused_in_place(ckptconv.RefusedError, "does not fit", path, **edits)
 
 
-def test_what_no_checkpoint_needs(checkpoint: Path) -> None:
-    """A call of it is refused, as convert does it, unless it is allowed; it is not run."""
+def test_dangerous_calls(checkpoint: Path) -> None:
+    """A file with a dangerous call is refused unless ``allow_unsafe`` is given. The call is never executed."""
     marker = checkpoint.with_name("marker")
     state = {"a.b": torch.ones(2), "x": Reduced(os.system, (f"touch {marker}",))}
     if checkpoint.suffix == ".pkl":
@@ -221,8 +223,8 @@ def test_what_no_checkpoint_needs(checkpoint: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_cannot_be_changed_in_place(tmp_path: Path) -> None:
-    """A TorchScript archive is refused, with the command that writes a new file."""
+def test_torchscript_is_refused(tmp_path: Path) -> None:
+    """A TorchScript archive is refused, and the error suggests the command that writes a new file."""
     path = tmp_path / "model.pt"
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
     refused_in_place(
@@ -231,7 +233,9 @@ def test_what_cannot_be_changed_in_place(tmp_path: Path) -> None:
 
 
 def test_safetensors(tmp_path: Path) -> None:
-    """Names change within the header's spaces; there is no device to change; what is longer is refused."""
+    """In a safetensors file, names change within the space of the header. Longer names are refused, and a change of
+    devices changes nothing.
+    """
     path = tmp_path / "model.safetensors"
     save_file({"module.weight": torch.ones(3), "module.bias": torch.zeros(2)}, path)
     before = path.read_bytes()
@@ -250,7 +254,7 @@ def test_safetensors(tmp_path: Path) -> None:
     [{"dtype": "bf16"}, {"compact": True}, {"state_dict": True}, {"include": "a"}, {"format": "pt"}, {"select": "a"}],
     ids=str,
 )
-def test_what_moves_tensor_bytes_is_refused(checkpoint: Path, options: dict[str, Any]) -> None:
+def test_options_that_move_tensor_bytes_are_refused(checkpoint: Path, options: dict[str, Any]) -> None:
     refused_in_place(ckptconv.UsageError, "rewrites tensor data", checkpoint, map_location="cuda", **options)
 
 
@@ -278,8 +282,8 @@ def test_no_undo(checkpoint: Path) -> None:
     not_undone(ckptconv.InputError, "there is no undo journal", checkpoint)
 
 
-def test_what_a_file_keeps(checkpoint: Path) -> None:
-    """Mode and inode stay; the time moves on."""
+def test_mode_inode_and_time(checkpoint: Path) -> None:
+    """A change in place keeps the mode and the inode of the file, and sets a new modification time."""
     checkpoint.chmod(0o640)
     os.utime(checkpoint, (1, 1))
     before = checkpoint.stat()
@@ -290,7 +294,9 @@ def test_what_a_file_keeps(checkpoint: Path) -> None:
 
 
 def test_links(checkpoint: Path, tmp_path: Path) -> None:
-    """A link is followed and named; hard links need force; a blob of the Hub's cache is never changed."""
+    """A change in place follows a link and reports its target. A file with hard links needs ``force``. A blob in a
+    cache of the Hub is refused.
+    """
     link = tmp_path / "latest.pt"
     link.symlink_to(checkpoint)
     report = ckptconv.convert(link, in_place=True, map_location="cuda:1")
@@ -311,7 +317,7 @@ def test_links(checkpoint: Path, tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def as_nobody(folder: Path) -> Iterator[Path]:
-    """The folder `folder`, of a user for whom permissions count, who is us meanwhile."""
+    """Yield `folder`, or as root a copy of it, with the permissions of a user who is not root."""
     if os.geteuid():
         yield folder
         return
@@ -328,7 +334,9 @@ def as_nobody(folder: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("what", ["file", "folder", "somebody else's folder"])
 def test_what_may_not_be_written(checkpoint: Path, what: str) -> None:
-    """It is refused before anything changes, with what to type."""
+    """A file or folder that is not writable is refused before anything changes. The hint suggests chmod, or another
+    output if the folder belongs to another user.
+    """
     with as_nobody(checkpoint.parent) as folder:
         path = folder / checkpoint.name
         closed = path if what == "file" else folder
@@ -352,7 +360,9 @@ def test_what_may_not_be_written(checkpoint: Path, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_what_is_immutable(checkpoint: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the flag itself where it can be set, else by what the system says then."""
+    """An immutable file or folder is refused before anything changes. The test uses the immutable flag if it can be
+    set, and otherwise simulates its error.
+    """
     closed = checkpoint if what == "file" else checkpoint.parent
     before, open_ = checkpoint.read_bytes(), os.open
     is_set = not subprocess.run(["chattr", "+i", closed], capture_output=True, check=False).returncode
@@ -397,7 +407,7 @@ def test_no_room_for_the_journal(checkpoint: Path, call: str, monkeypatch: pytes
 
 
 def test_a_journal_that_somebody_exchanges(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would give back other bytes, or none: nothing is changed."""
+    """If another process replaces the journal while it is written, nothing is changed."""
     before = checkpoint.read_bytes()
     real = os.replace
 
@@ -417,8 +427,10 @@ def test_a_journal_that_somebody_exchanges(checkpoint: Path, monkeypatch: pytest
     assert checkpoint.read_bytes() == before
 
 
-def test_a_file_that_was_written_anew_is_not_restored(checkpoint: Path) -> None:
-    """torch.save over a file keeps the inode and often the size: two epochs of one run."""
+def test_a_rewritten_file_is_not_restored(checkpoint: Path) -> None:
+    """torch.save over a changed file keeps its inode, and often its size. `undo` does not restore bytes in the new
+    file.
+    """
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
     size = checkpoint.stat().st_size
     state = {name: value + 1 for name, value in load(checkpoint).items()}
@@ -427,7 +439,7 @@ def test_a_file_that_was_written_anew_is_not_restored(checkpoint: Path) -> None:
     assert len(now) == size or not is_zip(checkpoint)
     not_undone(ckptconv.RefusedError, "written again", checkpoint)
     writing.mark_journal(checkpoint, HOT)
-    with contextlib.suppress(ckptconv.RefusedError):  # or there is nothing to restore: the same bytes are there
+    with contextlib.suppress(ckptconv.RefusedError):  # or there is nothing to restore, because the bytes are the same
         ckptconv.undo(checkpoint)
     assert checkpoint.read_bytes() == now
 
@@ -450,7 +462,7 @@ def test_every_damaged_byte_of_a_journal_is_seen(checkpoint: Path) -> None:
 
 
 def test_whose_journal_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A journal that another user may have written is not trusted, nor one that is no plain file of its own."""
+    """`undo` refuses a journal that another user may have written, and a journal that is a link or has hard links."""
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
     path = journal_path(checkpoint)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -483,7 +495,9 @@ PLANTED: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", PLANTED)
 def test_what_is_no_journal(checkpoint: Path, kind: str) -> None:
-    """A change in place and its undoing say what it is; everything else ignores it, and nothing removes it."""
+    """If a link, FIFO or folder has the name of the journal, a change in place and `undo` are refused. All other
+    functions ignore it, and none removes it.
+    """
     PLANTED[kind](path := journal_path(checkpoint))
     planted = path.lstat()
     what = f"a {kind} has the name of the undo journal, and was not made by ckptconv"
@@ -498,8 +512,10 @@ def test_what_is_no_journal(checkpoint: Path, kind: str) -> None:
     assert os.path.samestat(path.lstat(), planted)
 
 
-def test_a_plain_file_that_is_no_journal(checkpoint: Path) -> None:
-    """It could be a damaged journal, so it is for a person to look at, and the error of undo says what to do then."""
+def test_a_plain_file_with_the_name_of_a_journal(checkpoint: Path) -> None:
+    """A plain file with the name of the journal may be a damaged journal. The error of `undo` says when it can be
+    removed.
+    """
     journal_path(checkpoint).write_text("hello")
     error = not_undone(ckptconv.MalformedError, "damaged, or not from ckptconv", checkpoint)
     assert error.hint == "look at it, and remove it if the file next to it is complete"
@@ -509,7 +525,9 @@ def test_a_plain_file_that_is_no_journal(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["link", "FIFO"])
 def test_what_is_no_journal_in_a_folder_that_is_replaced(sharded: Path, tmp_path: Path, kind: str) -> None:
-    """It is not the new folder's, so the old one stays."""
+    """A folder with a link or FIFO that has the name of a journal is not replaced, because the link or FIFO would be
+    deleted.
+    """
     other = tmp_path / "other"
     shutil.copytree(sharded, other)
     PLANTED[kind](journal_path(other / "model.safetensors"))
@@ -517,7 +535,7 @@ def test_what_is_no_journal_in_a_folder_that_is_replaced(sharded: Path, tmp_path
 
 
 def test_a_journal_of_another_file(checkpoint: Path) -> None:
-    """Downloaded with it, or moved there: its inode is another's, or its bytes are."""
+    """A journal that was copied from another file is refused, because it does not fit the inode or the bytes."""
     other = checkpoint.with_name("other" + checkpoint.suffix)
     shutil.copy(checkpoint, other)
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
@@ -530,12 +548,14 @@ def test_a_journal_of_another_file(checkpoint: Path) -> None:
 @pytest.mark.parametrize("state", [DONE, HOT])
 @pytest.mark.parametrize("kind", ["safetensors", "legacy"])
 def test_a_journal_of_an_earlier_change_under_another_name(tmp_path: Path, kind: str, state: bytes) -> None:
-    """Undo of it would leave what was changed since, and give back the rest: a file that there never was."""
+    """If a file was renamed and changed again after a change, `undo` refuses the first journal. It would restore only a
+    part of the old bytes.
+    """
     names = [f"{letter}.weight_{i:04}" for letter in "ab" for i in range(60)]
     path, other = tmp_path / "model.pt", tmp_path / "other.pt"
     if kind == "legacy":
         torch.save({name: torch.ones(2) for name in names}, path, _use_new_zipfile_serialization=False)
-        ckptconv.convert(path, in_place=True, no_undo=True, rename=[("^a", "A")])  # now spelled as we do
+        ckptconv.convert(path, in_place=True, no_undo=True, rename=[("^a", "A")])  # now in ckptconv's opcodes
     else:
         path = path.with_suffix(".safetensors")
         save_file({name: torch.ones(2) for name in names}, path)
@@ -548,7 +568,9 @@ def test_a_journal_of_an_earlier_change_under_another_name(tmp_path: Path, kind:
 
 
 def test_another_file_in_place_of_a_journal_is_not_marked(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever can write the folder swaps them between the change and the mark."""
+    """If another file replaces the journal during the change, the change fails and does not mark this file as a
+    journal.
+    """
     other = checkpoint.with_name("other")
     other.write_bytes(bytes(100))
     apply = writing.apply
@@ -564,7 +586,7 @@ def test_another_file_in_place_of_a_journal_is_not_marked(checkpoint: Path, monk
 
 
 def forged(target: Path, *patches: Patch) -> None:
-    """Let a journal with other patches stand beside `target`."""
+    """Write a journal with the patches `patches` for the file `target`."""
     size = target.stat().st_size
     writing.write_journal(target, Journal(target.stat().st_ino, size, size, patches))
     writing.mark_journal(target, DONE)
@@ -591,7 +613,7 @@ def test_a_journal_may_not_change_deflated_tensors(tmp_path: Path) -> None:
     not_undone(ckptconv.RefusedError, "the bytes of a tensor", path)
 
 
-def test_a_journal_gives_back_no_json_but_an_index(tmp_path: Path) -> None:
+def test_a_journal_restores_no_json_except_an_index(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"auto_map": {}}')
     now = path.read_bytes()
@@ -625,8 +647,10 @@ def test_a_journal_gives_back_no_json_but_an_index(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_headers_that_make_no_sense(checkpoint: Path, header: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checksum is right, as whoever forges a journal makes it."""
+def test_invalid_headers_of_journals(checkpoint: Path, header: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal with an invalid header is reported as damaged, although its checksum is correct, as in a forged
+    journal.
+    """
     real = json.dumps
     journal = Journal(checkpoint.stat().st_ino, 10, 10, (Patch(0, b"a", b"b"),))
     monkeypatch.setattr(json, "dumps", lambda said: real({**said, **header}))
@@ -636,7 +660,9 @@ def test_headers_that_make_no_sense(checkpoint: Path, header: dict[str, Any], mo
 
 
 def test_a_hot_journal(checkpoint: Path) -> None:
-    """Nothing is restored unasked: changing the file, and replacing it, are refused, and every reader says it."""
+    """An interrupted change is not undone automatically. Another change or replacement of the file is refused, and
+    every reader suggests `undo`.
+    """
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
     writing.mark_journal(checkpoint, HOT)
     assert state_of(checkpoint) == HOT
@@ -660,8 +686,10 @@ def test_a_hot_journal(checkpoint: Path) -> None:
     assert checkpoint.read_bytes() == now
 
 
-def test_inspect_shows_what_a_change_left(checkpoint: Path, command: Command) -> None:
-    """The journal beside the file, finished or not, and the pickle that was replaced and is still in it."""
+def test_inspect_lists_journals_and_replaced_pickles(checkpoint: Path, command: Command) -> None:
+    """`inspect` lists the journal, whether its change is complete, and the size of the replaced pickle that is still in
+    the file.
+    """
     assert (ckptconv.inspect(checkpoint).journals, ckptconv.inspect(checkpoint).superseded) == ((), ())
     grows = is_zip(checkpoint)
     ckptconv.convert(checkpoint, in_place=True, rename=LONG if grows else [("layer", "LAYER")])
@@ -686,7 +714,7 @@ def test_inspect_shows_what_a_change_left(checkpoint: Path, command: Command) ->
 
 
 def test_a_reader_and_a_writer_at_once(checkpoint: Path) -> None:
-    """Neither waits for the other."""
+    """A change in place is refused while a reader uses the file, and a reader is refused while the file is changed."""
     with ckptconv.open(checkpoint), pytest.raises(ckptconv.RefusedError, match="another process is using"):
         ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
     with (
@@ -696,8 +724,8 @@ def test_a_reader_and_a_writer_at_once(checkpoint: Path) -> None:
         ckptconv.inspect(checkpoint)
 
 
-def test_twice_and_once_more(tmp_path: Path) -> None:
-    """Each change that appends keeps the pickle before it as a record; convert drops them all."""
+def test_repeated_changes_that_append(tmp_path: Path) -> None:
+    """Each change that appends keeps the previous pickle as a record. `convert` drops these records."""
     path = saved_at(tmp_path / "model.pt", {"a": torch.ones(2)})
     names = [f"{'very.' * 40 * i}long." for i in (1, 2, 3)]
     for name in names:
@@ -713,7 +741,7 @@ def test_twice_and_once_more(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["safetensors", "bin"])
 def sharded(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with three shards and their index."""
+    """Return a folder with three shards and their index."""
     source = tmp_path / ("source.safetensors" if request.param == "safetensors" else "source.pt")
     state = {f"module.layer{i}.weight": torch.arange(300.0) + i for i in range(6)}
     if request.param == "safetensors":
@@ -731,7 +759,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_sharded_set_changes_as_one(sharded: Path) -> None:
-    """With its index; undo of any of its files gives all of them back."""
+    """A sharded set and its index are changed together. `undo` of one of the files restores all of them."""
     before = contents(sharded)
     assert len(before) == 4
     report = ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
@@ -744,8 +772,8 @@ def test_a_sharded_set_changes_as_one(sharded: Path) -> None:
     assert contents(sharded) == before
 
 
-def test_an_undo_of_a_set_that_was_interrupted_goes_on(sharded: Path) -> None:
-    """Some of its files are restored, and their journals gone; the leader's is the last to go."""
+def test_an_interrupted_undo_of_a_set(sharded: Path) -> None:
+    """If an undo of a set was interrupted after some files were restored, another undo restores the rest."""
     before = contents(sharded)
     ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
     changed = [path for path in sorted(sharded.iterdir()) if path.name in before]
@@ -763,7 +791,7 @@ def test_an_undo_of_a_set_that_was_interrupted_goes_on(sharded: Path) -> None:
 
 
 def test_an_undo_of_a_set_has_one_budget(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many files there are: a small file may not take as much work as a large one."""
+    """All files of a set share one limit of work for an undo, so many small files cannot exceed it."""
     ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
     check, budgets = in_place._check_whole, []
 
@@ -795,7 +823,9 @@ def checkpoint_files(folder: Path) -> dict[str, bytes]:
 def test_a_journal_of_an_earlier_change_does_not_count(
     sharded: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A set that was changed is changed again, and killed before the journal of that number of it is written."""
+    """If a second change of a set is killed before the journal of a file is written, `undo` restores the state before
+    the second change. It ignores the journals of the first change.
+    """
     ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
     before = checkpoint_files(sharded)
     write, count = writing.write_journal, itertools.count()
@@ -815,8 +845,10 @@ def test_a_journal_of_an_earlier_change_does_not_count(
 
 
 @pytest.mark.parametrize("undone", [False, True], ids=["removed", "undone by itself"])
-def test_a_set_of_which_a_journal_is_gone(sharded: Path, *, undone: bool) -> None:
-    """The others are not taken back alone: that would be half of each."""
+def test_a_set_with_a_missing_journal(sharded: Path, *, undone: bool) -> None:
+    """If a journal of a set is missing, `undo` of the set is refused, because it would restore only some of the
+    files.
+    """
     ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
     (shard,) = sharded.glob("[!.]*-00002-of-*")
     if undone:
@@ -831,7 +863,7 @@ def test_a_set_of_which_a_journal_is_gone(sharded: Path, *, undone: bool) -> Non
 
 
 def test_a_prefix_that_some_shards_lack(sharded: Path) -> None:
-    """What matches in one shard is no typo; what matches in none is."""
+    """An edit that matches in one shard is accepted. An edit that matches in none is an error."""
     before = contents(sharded)
     ckptconv.convert(sharded, in_place=True, rename=[("^module.layer0", "module.first")])
     assert "module.first.weight" in ckptconv.load(sharded)
@@ -842,7 +874,9 @@ def test_a_prefix_that_some_shards_lack(sharded: Path) -> None:
 
 @pytest.mark.parametrize("others", ["_orig_mod.module.", "_orig_mod.", ""])
 def test_unwrapping_a_set(tmp_path: Path, others: str) -> None:
-    """What wraps all names goes; a module. that is only in some shards is none of a wrapper."""
+    """``unwrap`` removes the prefixes that all names have. It is refused if only some shards have names that begin with
+    ``module.``.
+    """
     source, shards = tmp_path / "source.pt", tmp_path / "set"
     names = [*(f"module._orig_mod.layer{i}.weight" for i in range(3)), *(f"{others}head{i}.weight" for i in range(3))]
     torch.save({name: torch.arange(300.0) for name in names}, source)
@@ -865,7 +899,9 @@ def test_unwrapping_a_set(tmp_path: Path, others: str) -> None:
 
 
 def test_journals_of_a_set_that_were_planted(sharded: Path) -> None:
-    """Whoever leads names its members, and these name it; else nothing is restored, in none of them."""
+    """The journals of a set must name each other. If they contradict each other, as forged ones may, no file is
+    restored.
+    """
     victim = sharded / "victim.safetensors"
     save_file({"module.a": torch.ones(3)}, victim)
     ckptconv.convert(victim, in_place=True, strip_prefix="module.")
@@ -892,7 +928,9 @@ def test_journals_of_a_set_that_were_planted(sharded: Path) -> None:
 
 
 def test_a_hot_journal_in_a_set(sharded: Path) -> None:
-    """Every reader of the set says it, by the file whose journal it is, and undo takes the folder."""
+    """If the change of one file of a set was interrupted, every reader of the set names the file. `undo` of the folder
+    restores the set.
+    """
     before = contents(sharded)
     ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
     torn = [path for path in sorted(sharded.iterdir()) if journal_path(path).exists()][1]
@@ -912,7 +950,9 @@ def test_a_hot_journal_in_a_set(sharded: Path) -> None:
 @pytest.mark.parametrize("prefix", ["", "m."])
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
 def test_an_index_that_becomes_shorter_or_longer(sharded: Path, prefix: str, *, back: bool) -> None:
-    """Whatever of it power leaves there: nobody takes it for whole, and its journal gives the old one back."""
+    """If an index becomes shorter or longer, every torn state of it is refused, and its journal restores the
+    old index.
+    """
     (index,) = sharded.glob("[!.]*.json")
     if prefix:
         ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
@@ -935,7 +975,9 @@ def test_an_index_that_becomes_shorter_or_longer(sharded: Path, prefix: str, *, 
 
 @pytest.mark.parametrize("undoes", [False, True])
 def test_a_set_of_old_and_new_files_is_no_set(sharded: Path, monkeypatch: pytest.MonkeyPatch, *, undoes: bool) -> None:
-    """Killed before any of its files is written or restored: its index is torn, and undo gives the old set back."""
+    """If a change or an undo of a set is killed before one of its files is written, its index cannot be read. `undo`
+    then restores the old set.
+    """
     before = checkpoint_files(sharded)
     for number in range(4):
         if undoes:
@@ -967,7 +1009,7 @@ def test_a_set_of_old_and_new_files_is_no_set(sharded: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("fault", range(4))
-def test_a_fault_in_a_set_takes_all_back(sharded: Path, fault: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_a_set_restores_all_files(sharded: Path, fault: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, apply = itertools.count(), writing.apply
 
     def failing(fd: int, journal: Journal) -> int:
@@ -981,7 +1023,9 @@ def test_a_fault_in_a_set_takes_all_back(sharded: Path, fault: int, monkeypatch:
 
 @pytest.mark.parametrize("has_index", [True, False])
 def test_names_that_would_become_equal_in_two_shards(tmp_path: Path, *, has_index: bool) -> None:
-    """A name that does not change is one of them: no edit sees both, because each shard is edited by itself."""
+    """If an edit would give two shards the same name, the change is refused, also if one of the names does not
+    change.
+    """
     source, shards = tmp_path / "source.pt", tmp_path / "set"
     torch.save({"module.a": torch.arange(300.0), "a": torch.arange(300.0)}, source)
     ckptconv.convert(source, shards, max_shard_size=1300, format="safetensors")
@@ -1007,7 +1051,9 @@ def test_an_index_that_is_written_again_meanwhile(sharded: Path, monkeypatch: py
 
 
 def test_links_in_a_set(sharded: Path, tmp_path: Path) -> None:
-    """Files that stand elsewhere have their journals there, where undo of the set would not find them."""
+    """A set with a link out of its folder is refused, because the journal would be in another folder. A link within the
+    folder is followed.
+    """
     (shard,) = sharded.glob("[!.]*-00002-of-*")
     shutil.move(shard, tmp_path / shard.name)
     shard.symlink_to(tmp_path / shard.name)
@@ -1035,7 +1081,7 @@ def test_undo_of_a_folder_with_several_checkpoints(sharded: Path) -> None:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """A folder with three checkpoints in files, a set of shards, and what is none."""
+    """Return a folder with three checkpoint files, a set of shards and a text file."""
     folder = tmp_path / "run"
     (folder / "epochs").mkdir(parents=True)
     for number in range(3):
@@ -1047,14 +1093,14 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    """The files in the folder and below it, without journals."""
+    """Return the contents of the files in `folder` and below it, without journals."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name[0] != "."]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("where", [".", "deep"])
 def test_a_folder_with_one_checkpoint(where: str, tmp_path: Path, command: Command) -> None:
-    """That is changed; from Python the file has to be said."""
+    """The command changes the only checkpoint of a folder in place. The function requires the path of the file."""
     folder = tmp_path / "run"
     path = folder / where / "model.safetensors"
     path.parent.mkdir(parents=True)
@@ -1065,7 +1111,9 @@ def test_a_folder_with_one_checkpoint(where: str, tmp_path: Path, command: Comma
 
 
 def test_a_folder_of_checkpoints(run_folder: Path, command: Command) -> None:
-    """Each in turn; an edit that means nothing in one of them is left out there; undo gives each back."""
+    """The checkpoints of a folder are changed one after the other. An edit that does not match in one of them is left
+    out there. `undo` restores each of them.
+    """
     ckptconv.convert(run_folder / "epochs/1.pt", in_place=True, no_undo=True, strip_prefix="module.")
     before = everything(run_folder)
     edits = ("--in-place", "--strip-prefix", "module.", "--to", "cuda:1")
@@ -1097,7 +1145,9 @@ def test_a_folder_of_checkpoints(run_folder: Path, command: Command) -> None:
 def test_a_fault_in_the_middle_of_a_folder(
     run_folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    """The report says which are done, and each file is whole; or refused, and named with its undo."""
+    """If a write fails in a file of a folder, the other files are changed. The failed file is restored, or the error
+    suggests `undo`.
+    """
     before = everything(run_folder)
     pwrite, calls = os.pwrite, []
 
@@ -1130,7 +1180,7 @@ def test_a_fault_in_the_middle_of_a_folder(
 
 
 def test_a_set_whose_journals_have_no_room(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of them is written, the second is not: nothing is changed, and an earlier journal stays."""
+    """If a journal of a set cannot be written, nothing is changed. An earlier journal is kept."""
     shard = sorted(sharded.iterdir())[1]
     before = contents(sharded)
     write = writing.write_journal
@@ -1151,8 +1201,10 @@ def test_a_set_whose_journals_have_no_room(sharded: Path, monkeypatch: pytest.Mo
     assert journal_path(shard).read_bytes() == earlier
 
 
-def test_a_copied_folder_leaves_journals_out(run_folder: Path, tmp_path: Path, command: Command) -> None:
-    """A hot journal too: what it is of is said for the file that it is of."""
+def test_a_copied_folder_contains_no_journals(run_folder: Path, tmp_path: Path, command: Command) -> None:
+    """Copying a folder does not copy journals, also not of an interrupted change. The report of the affected file
+    contains a note.
+    """
     command("convert", run_folder, "--in-place", "--strip-prefix", "module.")
     writing.mark_journal(run_folder / "epochs/0.pt", HOT)
     said = command.json("convert", run_folder, tmp_path / "out", "--copy-others", "--to", "cuda:1")
@@ -1164,14 +1216,16 @@ def test_a_copied_folder_leaves_journals_out(run_folder: Path, tmp_path: Path, c
 
 
 def test_a_name_that_is_too_long_for_a_journal(checkpoint: Path) -> None:
-    """It is refused in place, and no reader takes it for interrupted."""
+    """A file whose name is too long for a journal is refused in place. `inspect` does not report an interrupted
+    change.
+    """
     path = checkpoint.rename(checkpoint.with_name("a" * 241))
     refused_in_place(ckptconv.OutputError, "the undo journal cannot be written", path, map_location="cuda:1")
     assert "interrupted" not in str(ckptconv.inspect(path).notes)
 
 
 def test_a_path_that_is_missing(checkpoint: Path, command: Command) -> None:
-    """It may be meant as an output: the others stay as they are."""
+    """If a path is missing, it may be meant as an output, so the other files are not changed."""
     before = checkpoint.read_bytes()
     missing = checkpoint.with_name("out.pt")
     command("convert", checkpoint, missing, "--to", "cuda:1", "--in-place", status=1, err="so nothing was changed")
@@ -1179,7 +1233,7 @@ def test_a_path_that_is_missing(checkpoint: Path, command: Command) -> None:
 
 
 def test_jobs_in_place(run_folder: Path) -> None:
-    """Jobs as any other: their two paths are one."""
+    """Jobs can change files in place. Their output must be the input."""
     jobs = ckptconv.jobs_in(run_folder, str(run_folder), in_place=True, strip_prefix="module.")
     assert len(jobs) == 4
     assert all(outcome.report and outcome.report.in_place for outcome in ckptconv.convert_many(jobs[:1]))
@@ -1189,14 +1243,14 @@ def test_jobs_in_place(run_folder: Path) -> None:
         ckptconv.Job("a.pt", "b.pt", {"in_place": True})
 
 
-def test_copies_leave_journals_out(sharded: Path, tmp_path: Path) -> None:
+def test_a_copied_set_contains_no_journals(sharded: Path, tmp_path: Path) -> None:
     ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
     ckptconv.convert(sharded, tmp_path / "copy", copy_others=True)
     assert not [path for path in (tmp_path / "copy").iterdir() if path.name.startswith(".")]
 
 
 def test_a_file_that_is_replaced_loses_its_journal(checkpoint: Path) -> None:
-    """Unless it is hot: then replacing the file is refused."""
+    """If a file is replaced, its journal is removed. If its change was interrupted, replacing it is refused."""
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
     other = checkpoint.with_name("other.pt")
     shutil.copy(checkpoint, other)
@@ -1211,7 +1265,9 @@ def test_a_file_that_is_replaced_loses_its_journal(checkpoint: Path) -> None:
 
 
 def test_a_journal_of_a_file_that_was_moved_away_is_kept(checkpoint: Path) -> None:
-    """A new file of its name would take it along, and with it the old bytes of the torn one."""
+    """If a file with an interrupted change was moved away, no new file is written under its name. Otherwise the journal
+    with the old bytes would be lost.
+    """
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
     writing.mark_journal(checkpoint, HOT)
     aside = checkpoint.with_name("aside.pt")
@@ -1224,7 +1280,7 @@ def test_a_journal_of_a_file_that_was_moved_away_is_kept(checkpoint: Path) -> No
 
 
 def test_a_file_that_is_replaced_cannot_be_changed_meanwhile(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the journal of that change would go with the one of the old file."""
+    """A file cannot be changed in place while it is replaced, because the journal of the change would be removed."""
     other = checkpoint.with_name("other" + checkpoint.suffix)
     shutil.copy(checkpoint, other)
     real, refused = os.replace, []
@@ -1258,7 +1314,9 @@ def test_a_hot_journal_below_a_folder_that_is_replaced(sharded: Path, tmp_path: 
 
 
 def test_a_set_that_is_replaced_loses_its_journals(sharded: Path) -> None:
-    """Unless one is hot: then replacing the folder is refused. What is not converted keeps its own."""
+    """If a set is replaced, its journals are removed. If a change of it was interrupted, replacing is refused. A file
+    that is not converted keeps its journal.
+    """
     torn = sharded / "below" / "torn.pt"
     torn.parent.mkdir()
     torch.save({"module.a": torch.ones(1)}, torn)
@@ -1299,7 +1357,9 @@ def test_a_journal_that_is_too_large(checkpoint: Path, monkeypatch: pytest.Monke
 
 
 def test_flags_are_the_keywords(checkpoint: Path, command: Command) -> None:
-    """Several files in turn; what cannot be done in one says so, and the others are done."""
+    """The command has the same options for changes in place as the function, and accepts several files. If one of them
+    fails, the others are changed.
+    """
     other, before = checkpoint.with_name("other.pt"), checkpoint.read_bytes()
     shutil.copy(checkpoint, other)
     ckptconv.convert(other, in_place=True, map_location="cuda:1", add_prefix="module.")
@@ -1316,7 +1376,9 @@ def test_flags_are_the_keywords(checkpoint: Path, command: Command) -> None:
 
 
 def test_a_system_without_owners(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows, so far: nobody's journal can be trusted, so nothing is changed in place, and an output is offered."""
+    """On a system without owners of files, such as Windows, changes in place and undo are refused, because no journal
+    can be trusted. The error suggests `convert`.
+    """
     before = checkpoint.read_bytes()
     monkeypatch.setattr("ckptconv.system.calls.HAS_OWNERS", False)
     for change in (

@@ -1,4 +1,6 @@
-"""Names in a folder of torch.distributed.checkpoint, changed in ``.metadata`` alone; torch's reader is the judge."""
+"""Tests of changes in place of names in a DCP folder, which are stored only in ``.metadata``. The result is compared
+with torch's reader.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.support.judge import assert_same
 from tests.support.torn_writes import operations_of, torn_states
 from tests.support.writers import ALONE, distributed
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
+pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's warning that there is only one process
 
 STATE = {
     "model": {f"module.layer{i}.weight": torch.arange(6.0).view(2, 3) + i for i in range(12)},
@@ -48,7 +50,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 )
 @pytest.mark.parametrize("undone", ["folder", ".metadata"])
 def test_names(tmp_path: Path, edits: dict[str, Any], undone: str) -> None:
-    """What torch makes of it is what it loads of a converted copy; no other file changes."""
+    """torch reads the same objects from the changed folder as from a converted copy. Only ``.metadata`` changes."""
     folder = distributed(STATE, tmp_path / "dcp")
     before = contents(folder)
     ckptconv.convert(folder, tmp_path / "converted.pt", **edits)
@@ -68,7 +70,9 @@ def test_names(tmp_path: Path, edits: dict[str, Any], undone: str) -> None:
 
 @pytest.mark.parametrize("name", ["rows", "mesh", "files"])
 def test_of_several_processes(ranks: Path, tmp_path: Path, name: str) -> None:
-    """Each chunk of a tensor has its name in .metadata; an optimizer's list of names is in another file."""
+    """The names of a checkpoint of several processes are changed in ``.metadata``. If an optimizer's list of names is
+    in another file, the change is refused.
+    """
     folder = shutil.copytree(ranks / name, tmp_path / "dcp")
     before = contents(folder)
     edits: dict[str, Any] = {"rename": [("$", ".new")]}
@@ -101,7 +105,7 @@ def test_of_several_processes(ranks: Path, tmp_path: Path, name: str) -> None:
     ],
     ids=["devices", "names in other files", "two of one name"],
 )
-def test_what_is_in_other_files_is_refused(
+def test_changes_of_other_files_are_refused(
     tmp_path: Path, state: dict[str, Any], edits: dict[str, Any], words: str
 ) -> None:
     folder = distributed(state, tmp_path / "dcp")
@@ -110,7 +114,9 @@ def test_what_is_in_other_files_is_refused(
 
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
 def test_no_torn_state_is_taken_for_whole(tmp_path: Path, back: bool) -> None:
-    """Power is lost at any write: torch's reader and ours refuse what is neither the old file nor the new one."""
+    """Power may fail at any write. torch's reader and ckptconv refuse every file that is neither the old nor the new
+    one.
+    """
     folder = distributed(STATE, tmp_path / "dcp")
     path = folder / ".metadata"
     old = path.read_bytes()

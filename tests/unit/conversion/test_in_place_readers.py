@@ -1,4 +1,6 @@
-"""Readers and writers of a file that is changed in place: none waits, and none sees half of a change."""
+"""Tests of readers and writers of a file that is changed in place. They do not wait for each other, and no reader sees
+an incomplete change.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,12 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def rename(path: Path, to: str) -> object:
-    """Let all names in the file start with `to`."""
+    """Change the prefix of all names in the file to `to`."""
     return ckptconv.convert(path, in_place=True, rename=[(r"^.*\.", f"{to}.")])
 
 
 def prefixes(path: Path) -> set[str]:
-    """What the names in the file start with."""
+    """Return the prefixes of all names in the file."""
     return {tensor.path.rpartition(".")[0] for tensor in ckptconv.inspect(path).tensors}
 
 
@@ -41,7 +43,9 @@ def prefixes(path: Path) -> set[str]:
 def test_a_change_that_ends_while_a_reader_opens_the_file(
     checkpoint: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The size is asked for under the lock: the one from before would be another file's."""
+    """If a change ends while a reader opens the file, the reader uses the new size, because it reads the size after it
+    gets the lock.
+    """
     if change == "it shrinks":
         rename(checkpoint, LONG)
     lock_shared = sources.lock_shared
@@ -57,13 +61,15 @@ def test_a_change_that_ends_while_a_reader_opens_the_file(
 
 @pytest.mark.untraced
 def test_readers_and_writers_at_once(checkpoint: Path) -> None:
-    """Whoever reads finds one name for all tensors, or is told at once that the file is being changed."""
+    """While threads change the file, every read finds one prefix in all names, or fails because another thread uses the
+    file.
+    """
     read: Counter[str] = Counter()
     failed: list[Exception] = []
     changed = threading.Event()
 
     def told(work: Callable[[], object]) -> object:
-        """Do `work`, and return None if another thread has the file."""
+        """Do `work`, and return None if another thread uses the file."""
         try:
             return work()
         except (ckptconv.InputError, ckptconv.RefusedError) as error:
@@ -71,7 +77,7 @@ def test_readers_and_writers_at_once(checkpoint: Path) -> None:
                 failed.append(error)
             return None
         finally:
-            time.sleep(0.02)  # in which the others have their turn
+            time.sleep(0.02)  # so that the other threads can run
 
     def reader() -> None:
         done = False

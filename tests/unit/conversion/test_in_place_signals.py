@@ -1,4 +1,6 @@
-"""Signals while a file changes in place: it is the old one or the new one, and what is said fits."""
+"""Tests of signals while a file is changed in place. The file is then the old or the new one, and the message is
+correct.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 @pytest.fixture(autouse=True)
 def _as_the_command_line() -> Iterator[None]:
-    """The handlers of the command line, for as long as a test takes."""
+    """Install the signal handlers of the command line for each test."""
     before = {number: signal.getsignal(number) for number in NUMBERS}
     for number in NUMBERS[1:]:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -33,7 +35,9 @@ def _as_the_command_line() -> Iterator[None]:
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, number: int, at: int, function: Callable[[], Any]) -> str | None:
-    """What the exception says that ends `function`, in the fsync `at` of which a signal comes; None if none ends it."""
+    """Run `function`, and send the signal `number` in the fsync with the index `at`. Return the notes of the exception
+    that ends `function`, or None if it is not interrupted.
+    """
     real, calls = os.fsync, iter(range(1000))
 
     def fsync(fd: int) -> None:
@@ -60,8 +64,8 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, number: int, at: int, function:
 def test_a_signal_at_any_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, no_undo: bool, number: int
 ) -> None:
-    """Before all is written, the old bytes come back, and neither a journal nor a temporary stays; after that it is
-    changed, and the words name `undo`, which restores the old bytes.
+    """A signal before everything is written restores the old bytes, and leaves no journal or temporary file. A later
+    signal leaves the changed file, and the message suggests `undo`.
     """
     make(tmp_path / "kept", kind, tensors=6)
     outcomes = []
@@ -94,14 +98,14 @@ def test_a_signal_at_any_moment(
 
 
 def make_again(tmp_path: Path, name: str, kind: str) -> Path:
-    """A copy of the checkpoint of this `kind`, in a folder of that `name`."""
+    """Return a new copy of the checkpoint, in a folder named `name`."""
     shutil.copytree(tmp_path / "kept", tmp_path / name)
     (path,) = (tmp_path / name).iterdir()
     return path
 
 
-def test_a_signal_while_it_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is undone, then the signal does what it does."""
+def test_a_signal_during_undo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An undo is completed before a signal ends the program."""
     path = make(tmp_path, "shards", tensors=6)
     old = contents(path)
     for at in range(100):
@@ -115,8 +119,10 @@ def test_a_signal_while_it_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert at > 3
 
 
-def test_a_handler_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that only takes note of a signal is not interrupted, and hears of each one."""
+def test_a_handler_that_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the handler of a signal returns, the change is not interrupted, and the handler is called once for each
+    signal.
+    """
     path = make(tmp_path, "zip", tensors=6)
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
@@ -131,7 +137,9 @@ def renamed(path: Path) -> object:
 
 
 def test_a_fault_and_a_signal_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the old bytes cannot be put back, the words say how to go on, and the signal still ends the program."""
+    """If a write fails and the old bytes cannot be restored, the message suggests `undo`. A signal at the same time
+    still ends the program.
+    """
     path = make(tmp_path, "zip", tensors=6)
 
     def failing(fd: int, parts: Any, journal: Any, size: int) -> int:
@@ -157,7 +165,7 @@ ckptconv.convert(sys.argv[1], in_place=True, rename=[("layer", "LAYER")])
 
 
 def test_a_program_that_sigterm_ends(tmp_path: Path) -> None:
-    """Without a handler of Python's nothing can be taken back: it ends when all is done."""
+    """If SIGTERM has no Python handler, the change is completed before the signal ends the program."""
     path = make(tmp_path, "zip", tensors=6)
     done = subprocess.run([sys.executable, "-c", KILLED, str(path)])
     assert done.returncode == -signal.SIGTERM
@@ -181,7 +189,9 @@ raise SystemExit(main(sys.argv[2:]))
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_an_interrupted_batch_has_its_sum(tmp_path: Path, number: int) -> None:
-    """Whichever signal ends it: how many are done, and what became of the one that was changing."""
+    """If a signal ends a batch in place, the command prints the number of changed files and the state of the current
+    file.
+    """
     paths = [make(tmp_path / name, "zip", tensors=6) for name in "abc"]
     old = paths[1].read_bytes()
     edits = ("--in-place", "--rename", "layer", "LAYER")

@@ -1,4 +1,4 @@
-"""The keywords of public functions: what their declaration makes of them."""
+"""Tests of the keywords of public functions, which are declared in one place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.conversions import saved_at
 
 
 def test_each_keyword_is_an_edit_or_about_the_output() -> None:
-    """And has a type and a text."""
+    """Every keyword is either an edit or an option of the output, and has a help text."""
     output = {each.name for each in fields(OutputOptions)}
     assert output.isdisjoint(EditOptions.__annotations__)
     assert JobOptions.__annotations__.keys() == output | EditOptions.__annotations__.keys()
@@ -30,7 +30,9 @@ def test_each_keyword_is_an_edit_or_about_the_output() -> None:
 
 
 def test_a_signature_has_each_keyword_with_its_default() -> None:
-    """Those of ``save`` are fewer, and one is another."""
+    """The signatures contain the declared keywords with their defaults and types. `save` has fewer keywords, and
+    ``force=True`` as the default.
+    """
     convert, save, diff = (
         inspect.signature(each).parameters for each in (ckptconv.convert, ckptconv.save, ckptconv.diff)
     )
@@ -51,7 +53,9 @@ def test_a_signature_has_each_keyword_with_its_default() -> None:
 
 
 def test_the_docstring_has_each_keyword_once() -> None:
-    """What a function says itself comes first; without docstrings there is nothing to say."""
+    """The docstring describes every keyword once. The function's own text about a keyword is preferred. A function
+    without a docstring gets none.
+    """
     text = inspect.getdoc(ckptconv.save) or ""
     for name in inspect.signature(ckptconv.save).parameters:
         assert text.count(f"\n    {name}: ") == 1, name
@@ -90,8 +94,10 @@ MEANT = {
 
 
 @pytest.mark.parametrize(("name", "guess", "value"), MEANT)
-def test_an_unknown_keyword_is_refused_with_what_is_meant(name: str, guess: str, value: Any) -> None:
-    """In Python's words, before anything is opened; what is meant is a keyword of that function."""
+def test_an_unknown_keyword_is_refused_with_a_suggestion(name: str, guess: str, value: Any) -> None:
+    """An unknown keyword is refused with Python's message before a file is opened. The error suggests the intended
+    keyword.
+    """
     function = getattr(ckptconv, name)
     with pytest.raises(ArgumentTypeError) as caught:
         function("a.pt", "b.pt", **{guess: value})
@@ -101,8 +107,8 @@ def test_an_unknown_keyword_is_refused_with_what_is_meant(name: str, guess: str,
         assert meant.removeprefix("did you mean: ").partition("=")[0] in inspect.signature(function).parameters
 
 
-def test_what_nobody_knows_is_refused_without_advice() -> None:
-    """No keyword is made up."""
+def test_an_unknown_keyword_without_a_suggestion() -> None:
+    """If no keyword resembles an unknown one, the error suggests none."""
     with pytest.raises(TypeError) as caught:
         ckptconv.convert("a.pt", "b.pt", frobnicate=1)  # type: ignore[call-arg]
     assert str(caught.value) == "convert() got an unexpected keyword argument 'frobnicate'"
@@ -110,7 +116,7 @@ def test_what_nobody_knows_is_refused_without_advice() -> None:
 
 @pytest.mark.parametrize("flag", [each.name for each in fields(OutputOptions) if each.type is bool] + ["unwrap"])
 def test_flags_are_true_or_false(flag: str) -> None:
-    """Wherever they are given."""
+    """A flag that is neither True nor False is refused, in `convert` and in `Job`."""
     functions: list[Any] = [lambda src, dst, **options: ckptconv.Job(src, dst, options)]
     if flag in ConvertOptions.__annotations__:
         functions.append(ckptconv.convert)
@@ -120,8 +126,8 @@ def test_flags_are_true_or_false(flag: str) -> None:
 
 
 @pytest.mark.parametrize(("option", "words"), [({"jobs": "x"}, "a whole number, not 'x'"), ({"select": 3}, "a text")])
-def test_numbers_and_texts_are_such(option: dict[str, Any], words: str) -> None:
-    """Nothing is opened for others."""
+def test_types_of_numbers_and_texts(option: dict[str, Any], words: str) -> None:
+    """A number or a text of the wrong type is refused before a file is opened."""
     with pytest.raises(ArgumentTypeError, match=f"^{next(iter(option))} must be {words}"):
         ckptconv.convert("a.pt", "b.pt", **option)
 
@@ -138,8 +144,10 @@ def test_numbers_and_texts_are_such(option: dict[str, Any], words: str) -> None:
         ("write_index", (3.5,), "folder"),
     ],
 )
-def test_what_is_no_path(name: str, args: tuple[object, ...], wrong: str, tmp_path: Path) -> None:
-    """The argument is named; an error of Python's about something else comes through."""
+def test_arguments_that_are_not_paths(name: str, args: tuple[object, ...], wrong: str, tmp_path: Path) -> None:
+    """An argument that is not a path is refused with its name. A TypeError from a function of the user is raised
+    unchanged.
+    """
     with pytest.raises(ArgumentTypeError, match=f"^{wrong} must be a path, not "):
         getattr(ckptconv, name)(*[torch_file(tmp_path) if each == "m.pt" else each for each in args])
     with pytest.raises(TypeError, match="of mine"):
@@ -149,17 +157,17 @@ def test_what_is_no_path(name: str, args: tuple[object, ...], wrong: str, tmp_pa
 
 
 def of_mine(tag: str) -> str:
-    """A user's function, with a mistake in it."""
+    """Raise a TypeError, like a function of the user with an error."""
     raise TypeError("of mine")
 
 
 def torch_file(folder: Path) -> Path:
-    """A checkpoint of torch in this `folder`."""
+    """Return the path of a torch checkpoint in `folder`."""
     return saved_at(folder / "m.pt", {"w": torch.ones(1)})
 
 
 class AnyPath:
-    """A path that is no text, and none of pathlib's."""
+    """A path-like object that is neither a string nor a path of pathlib."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -169,7 +177,7 @@ class AnyPath:
 
 
 def test_every_path_may_be_path_like(here: Path) -> None:
-    """In each public function."""
+    """Every public function accepts path-like objects."""
     src, dst = AnyPath("m.pt"), AnyPath("o.pt")
     assert ckptconv.save({"module.w": torch.ones(300), "module.b": torch.zeros(300)}, src).written
     assert ckptconv.convert(src, dst, strip_prefix="module.").dst == "o.pt"
@@ -192,7 +200,7 @@ def test_every_path_may_be_path_like(here: Path) -> None:
 
 
 def test_a_report_says_whether_anything_changed(tmp_path: Path) -> None:
-    """What is as it was asked for is no change, in another file or in place; a note of it is none."""
+    """The report's ``changed`` is true only if an edit or the format changes something, in a new file or in place."""
     src = saved_at(tmp_path / "m.pt", {"module.w": torch.ones(3)})
 
     def changed(dst: str, **options: Any) -> bool:

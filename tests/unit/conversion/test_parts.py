@@ -1,4 +1,4 @@
-"""Planned files as parts: put together they are what ``convert`` writes, and no more is read than they say."""
+"""Tests of planned files as parts. Joined together, the parts equal the output of ``convert``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHECKPOINT = {
 
 
 class Counted(io.BytesIO):
-    """A file in memory that counts what is read of it."""
+    """A file in memory that counts the bytes that are read."""
 
     nread = 0
 
@@ -37,7 +37,7 @@ class Counted(io.BytesIO):
 
 
 def put_together(src: Any, dst: str, data: bytes, **options: Any) -> bytes:
-    """What the parts of a planned file are, whose size and reading are as it says."""
+    """Return the joined parts of a planned file, after a check of its size and of the progress."""
     with ckptconv.plan(src, dst, **options) as planned:
         ticks: list[int] = []
         parts = [*planned.parts(ticks.append)]
@@ -48,7 +48,7 @@ def put_together(src: Any, dst: str, data: bytes, **options: Any) -> bytes:
 
 
 def write(kind: str, path: Path) -> None:
-    """The checkpoint in a container."""
+    """Write the checkpoint to `path` in a container of the kind `kind`."""
     if kind == "safetensors":
         safetensors.torch.save_file(CHECKPOINT["state_dict"], path)  # type: ignore[arg-type]
     elif kind == "pickle":
@@ -62,7 +62,7 @@ def write(kind: str, path: Path) -> None:
 @pytest.mark.parametrize("dst", ["out.pt", "out.safetensors", "out.pkl"])
 @pytest.mark.parametrize("kind", ["zip", "deflated", "legacy", "safetensors", "pickle"])
 def test_the_parts_are_what_convert_writes(kind: str, dst: str, tmp_path: Path) -> None:
-    """From a path and from a file object, whose name says nothing."""
+    """The parts equal the output of ``convert``, for a path and for a file object without a name."""
     path = tmp_path / "m.safetensors" if kind == "safetensors" else tmp_path / "m.pt"
     write(kind, path)
     options = {"map_location": "cuda:1", "add_prefix": "x."}
@@ -73,8 +73,8 @@ def test_the_parts_are_what_convert_writes(kind: str, dst: str, tmp_path: Path) 
     assert put_together(file, dst, data, **options) == expected and not file.closed
 
 
-def test_what_torch_computes_is_made(tmp_path: Path) -> None:
-    """A cast, whose checksum the zip has before its end; what overflowed is said afterwards."""
+def test_casts(tmp_path: Path) -> None:
+    """The parts contain the result of a cast. The report counts the overflowed elements after the parts were read."""
     torch.save({"w": torch.full((3,), 1e38), "v": torch.ones(2)}, tmp_path / "m.pt")
     ckptconv.convert(tmp_path / "m.pt", tmp_path / "out.pt", dtype="fp16")
     with ckptconv.plan(tmp_path / "m.pt", "out.pt", dtype="fp16") as planned:
@@ -85,7 +85,7 @@ def test_what_torch_computes_is_made(tmp_path: Path) -> None:
 
 
 def test_the_bytes_of_tensors_stay_where_they_are(tmp_path: Path) -> None:
-    """Nothing of them is read where their checksums go with them."""
+    """Tensor data is not read if the target stores the checksums of the source."""
     torch.save({"w": torch.ones(1 << 20)}, tmp_path / "m.pt")
     file = Counted((tmp_path / "m.pt").read_bytes())
     with ckptconv.plan(file, "out.pt", map_location="cuda:0") as planned:
@@ -95,7 +95,9 @@ def test_the_bytes_of_tensors_stay_where_they_are(tmp_path: Path) -> None:
 
 
 def test_damage_and_change_are_found(tmp_path: Path) -> None:
-    """A wrong checksum before the first part, where the target has no place for it; a change behind the last one."""
+    """A wrong checksum is reported before the first part if the target cannot store it. A change of the source is
+    reported after the last part.
+    """
     torch.save({"w": torch.arange(4096.0)}, tmp_path / "m.pt")
     data = bytearray((tmp_path / "m.pt").read_bytes())
     data[data.index(torch.arange(4096.0).numpy().tobytes()) + 1] ^= 1
@@ -109,8 +111,8 @@ def test_damage_and_change_are_found(tmp_path: Path) -> None:
             [*planned.parts()]
 
 
-def test_no_module_of_unix_alone_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Python reads files by position without it, as in a browser."""
+def test_no_unix_module_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning works without the modules that only Unix has, as in a browser."""
     torch.save(CHECKPOINT, tmp_path / "m.pt")
     data = (tmp_path / "m.pt").read_bytes()
     expected = put_together(tmp_path / "m.pt", "x.pt", data)
@@ -120,7 +122,7 @@ def test_no_module_of_unix_alone_is_needed(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_limits_can_be_lowered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And never raised; those who have imported them see it."""
+    """Limits can be lowered and never raised. The change also applies to modules that have already imported them."""
     torch.save(CHECKPOINT, tmp_path / "m.pt")
     before = LIMITS.nesting
     try:

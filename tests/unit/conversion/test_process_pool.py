@@ -1,4 +1,4 @@
-"""Worker processes: what they import, what they hear, and when they end."""
+"""Tests of worker processes: their imports, their signals and their end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.waiting import wait_for
 from tests.support.worker_processes import processes_with
 
 COMMAND = "import sys; from ckptconv.cli.main import main; sys.exit(main())"
-#: Converts the folder at hand. The main program is not guarded, and need not be.
+#: Converts the working directory. The main program is not guarded and need not be.
 BATCH = """
 import os, sys, ckptconv
 os.cpu_count = lambda: 2
@@ -33,7 +33,7 @@ os.cpu_count = lambda: 2
 jobs = ckptconv.jobs_in(".", "../listed", map_location=list_modules, dtype="fp16")
 sys.exit(next((str(outcome.error) for outcome in ckptconv.convert_many(jobs) if outcome.error), 0))
 """
-#: Another program's processes: an executor that starts each as ``python -c``.
+#: Uses an executor of another program, which starts each process as ``python -c``.
 EXECUTOR = """
 import multiprocessing, sys, ckptconv
 from concurrent.futures import ProcessPoolExecutor
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 def saved_in(folder: Path) -> Path:
-    """Make `folder`, with four checkpoints. Return it."""
+    """Create `folder` with four checkpoints, and return it."""
     folder.mkdir()
     for i in range(4):
         torch.save({"w": torch.full((4,), float(i))}, folder / f"{i}.pt")
@@ -54,12 +54,12 @@ def saved_in(folder: Path) -> Path:
 
 @pytest.fixture
 def folder(here: Path) -> Path:
-    """A folder with four checkpoints."""
+    """Return a folder with four checkpoints."""
     return saved_in(here / "in")
 
 
 def run(program: str, folder: Path, *words: str, **environment: str) -> str:
-    """Run the script `program`, which is in the folder above `folder`, in `folder`. Return what it printed."""
+    """Write the script `program` next to `folder`, run it in `folder`, and return its output."""
     script = folder.parent / "script.py"
     script.write_text(program)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
@@ -73,7 +73,7 @@ def run(program: str, folder: Path, *words: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names of the modules that a worker imports."""
+    """Return the names of the modules that a worker imports."""
     folder = saved_in(tmp_path_factory.mktemp("imported") / "in")
     found = {name.partition(".")[0] for name in run(LISTED, folder).split()}
     assert {"ckptconv", "numpy", "pickle", "signal", "struct", "torch"} <= found
@@ -81,8 +81,8 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def plant(folder: Path, imported: set[str]) -> Path:
-    """Put a module of each name that a worker imports, and of Python's other ones, into `folder`, together with its
-    checkpoints. Each writes a file of its name into the folder that is returned when it is run.
+    """Write a module into `folder` for each name in `imported` and in the standard library. When it is executed, it
+    creates a file with its name in the returned folder.
     """
     ran = folder.parent / "ran"
     ran.mkdir()
@@ -98,8 +98,8 @@ def outputs(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [{}, {"PYTHONINSPECT": "1"}])
 def test_modules_of_the_current_folder(folder: Path, imported: set[str], environment: dict[str, str]) -> None:
-    """No process that is started takes a module from the folder in which the command is typed: with -j, and with
-    `convert_many` in a script that stands elsewhere, also where the environment asks for an interactive Python.
+    """No started process imports a module from the working directory. This applies to the option ``-j`` and to
+    `convert_many` in a script in another folder, also with PYTHONINSPECT.
     """
     ran = plant(folder, imported)
     run(COMMAND, folder, "convert", ".", "../command", "--to", "cuda:1", "-j", "2", **environment)
@@ -109,8 +109,8 @@ def test_modules_of_the_current_folder(folder: Path, imported: set[str], environ
 
 
 def test_a_relative_path_in_the_environment(folder: Path, imported: set[str]) -> None:
-    """Relative entries of PYTHONPATH, of which an empty one is one, are those of the folder in which a program starts.
-    No process that is started looks for them in the folder into which the program has changed.
+    """Relative and empty entries of PYTHONPATH refer to the folder in which a program starts. After the program has
+    changed the folder, no started process imports modules from the new one.
     """
     ran = plant(folder, imported)
     (start := folder.parent / "start").mkdir()
@@ -121,8 +121,8 @@ def test_a_relative_path_in_the_environment(folder: Path, imported: set[str]) ->
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has PYTHONSAFEPATH from 3.11 on")
 def test_an_executor_of_others_with_pythonsafepath(folder: Path, imported: set[str]) -> None:
-    """Processes that another program starts as ``python -c`` take no module from the current folder either, if the
-    environment says so, as SECURITY.md advises.
+    """Processes that another program starts as ``python -c`` import no module from the working directory if
+    PYTHONSAFEPATH is set, as SECURITY.md advises.
     """
     ran = plant(folder, imported)
     run(EXECUTOR, folder, PYTHONSAFEPATH="1")
@@ -131,8 +131,8 @@ def test_an_executor_of_others_with_pythonsafepath(folder: Path, imported: set[s
 
 
 def test_the_main_module_of_a_worker(folder: Path) -> None:
-    """A function of the main program can be a mapping. A main program that is not guarded then ends in an error that
-    says so, and starts no process after another.
+    """A function of the main program can be a mapping of devices. If the main program is not guarded, the jobs fail
+    with an error that states this.
     """
     program = BATCH.replace('map_location="cuda:1"', "map_location=to_gpu")
     program = program.replace("os.cpu", "def to_gpu(tag):\n    return 'cuda:1'\nos.cpu")
@@ -146,7 +146,7 @@ def test_the_main_module_of_a_worker(folder: Path) -> None:
 
 
 def test_ctrl_c_in_a_worker(folder: Path) -> None:
-    """A terminal sends Ctrl-C to all processes: a worker does its job all the same."""
+    """A terminal sends Ctrl-C to all processes. A worker still completes its job."""
     jobs = [Job(folder / f"{i}.pt", folder / f"out{i}.pt", {"map_location": interrupt}) for i in range(4)]
     assert all(outcome.report for outcome in run_jobs(jobs, processes(2), lambda outcome: outcome))
 
@@ -154,7 +154,7 @@ def test_ctrl_c_in_a_worker(folder: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc")
 @pytest.mark.parametrize("attempt", range(3))
 def test_workers_end_with_a_parent_that_is_killed_at_once(folder: Path, attempt: int) -> None:
-    """Workers that have only just begun end too, whatever time their jobs would take."""
+    """Workers end if their parent is killed soon after they have started, also during a long job."""
     program = """
 import os, ckptconv
 from tests.support.deadly_maps import stall

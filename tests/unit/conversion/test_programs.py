@@ -1,4 +1,6 @@
-"""Programs of torch.export on other devices: every mention changes, and what is not certain is refused by its name."""
+"""Tests of changing the devices of torch.export programs. Every mention of a device changes, and an uncertain mention
+is refused with its name.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Regions(nn.Module):
-    """Devices in arguments of nodes, in nested graphs, and as a text; a buffer that changes, and a constant."""
+    """A module with devices in arguments of nodes, in nested graphs and as a text, a buffer that changes, and a
+    constant.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +55,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Any]] = {
 
 
 def records(path: Path) -> dict[str, bytes]:
-    """The records of an archive, without the hash of all of them."""
+    """Return the records of an archive, without its serialization id."""
     with zipfile.ZipFile(path) as archive:
         found = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
     return {name: data for name, data in found.items() if name != ".data/serialization_id"}
@@ -59,7 +63,7 @@ def records(path: Path) -> dict[str, bytes]:
 
 @pytest.fixture(params=[*MODELS])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[torch.export.ExportedProgram, torch.Tensor]:
-    """A program, also saved as ``m.pt2``, and its input."""
+    """Save a program as ``m.pt2``. Return the program and an input."""
     torch.manual_seed(1)
     make, shape, dynamic = MODELS[request.param]
     x = torch.rand(shape)
@@ -67,7 +71,9 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[torch.export.
 
 
 def test_there_and_back(model: tuple[torch.export.ExportedProgram, torch.Tensor], tmp_path: Path) -> None:
-    """No mention of cpu stays, the way back gives all records, and torch computes the same with them."""
+    """A moved program contains no mention of the CPU. Moved back, its records are the same as before, and torch
+    computes the same result.
+    """
     report = ckptconv.convert(tmp_path / "m.pt2", tmp_path / "c.pt2", map_location="cuda:1", verify=True)
     assert report.formats == ("torch.export program",) * 2 and not report.left_behind
     assert [*report.changes.devices] == [("cpu", "cuda:1")] and "mentions of devices changed" in str(report)
@@ -87,7 +93,7 @@ def test_there_and_back(model: tuple[torch.export.ExportedProgram, torch.Tensor]
 
 
 def texts(value: Any) -> list[str]:
-    """All strings in a JSON value, without those that torch does not read back."""
+    """Return all strings in a JSON value, without the metadata that torch does not read."""
     if isinstance(value, dict):
         return [text for key, each in value.items() if key != "metadata" or "val" in each for text in texts(each)]
     if isinstance(value, list):
@@ -95,8 +101,10 @@ def texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def test_torchs_own_pass(model: tuple[torch.export.ExportedProgram, torch.Tensor], tmp_path: Path) -> None:
-    """On meta, the only device without a GPU: devices and shapes of all tensors and nodes are those of the pass."""
+def test_comparison_with_torchs_pass(model: tuple[torch.export.ExportedProgram, torch.Tensor], tmp_path: Path) -> None:
+    """The devices and shapes of a program that is moved to meta equal those of torch's own pass. meta is the only other
+    device without a GPU.
+    """
     with opening.open_input(tmp_path / "m.pt2") as source:
         checkpoint = opening.read(source)
         layout, _ = plan_program(
@@ -123,8 +131,8 @@ def test_torchs_own_pass(model: tuple[torch.export.ExportedProgram, torch.Tensor
                 assert want["arg"].get("as_string") == "meta" or want["arg"]["as_device"]["type"] == "meta"
 
 
-def test_what_that_pass_wrote(tmp_path: Path) -> None:
-    """It writes devices of nodes as texts. These go back to the CPU too."""
+def test_devices_as_texts(tmp_path: Path) -> None:
+    """torch's own pass writes devices of nodes as texts. Such a program can be moved to the CPU."""
     program, x = saved(tmp_path / "m.pt2", Regions(), torch.rand(2, 4)), torch.rand(2, 4)
     ckptconv.convert(tmp_path / "m.pt2", tmp_path / "c.pt2", map_location="cuda")
 
@@ -139,7 +147,7 @@ def test_what_that_pass_wrote(tmp_path: Path) -> None:
 
 
 def change_program(change: Callable[[dict[str, Any]], None]) -> Callable[[str, bytes], tuple[str, bytes]]:
-    """A change of the program's JSON."""
+    """Return a function that applies `change` to the JSON of the program."""
 
     def changing(name: str, data: bytes) -> tuple[str, bytes]:
         if "/models/" in name:
@@ -152,7 +160,7 @@ def change_program(change: Callable[[dict[str, Any]], None]) -> Callable[[str, b
 
 
 def node(target: str, *values: Any) -> Callable[[dict[str, Any]], None]:
-    """A change of the program: one more node."""
+    """Return a function that adds a node to a program."""
     inputs = [{"name": "", "arg": value, "kind": 1} for value in values]
 
     def change(program: dict[str, Any]) -> None:
@@ -173,13 +181,15 @@ CPU = {"as_device": {"type": "cpu", "index": None}}
         (node("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default"), "flash_attention_for_cpu"),
         (node("torch.ops.mkldnn._linear_pointwise.default"), "mkldnn"),
         (node("torch.ops.higher_order.triton_kernel_wrapper_functional"), "triton_kernel_wrapper"),
-        (node("torch.ops.cpu.line\n"), "cpu"),  # a pattern that ends at the break would be tried at each word
+        (node("torch.ops.cpu.line\n"), "cpu"),  # a pattern with $ would try this name at each word
         (lambda program: program["guards_code"].append("L['x'].device.type == 'cpu'"), "models/model.json"),
         (lambda program: program.update(future={"where": "cuda:0"}), "models/model.json"),
     ],
 )
 def test_a_mention_that_is_not_certain(change: Callable[[dict[str, Any]], None], named: str, tmp_path: Path) -> None:
-    """The node, or the record, is named. Without a change of devices, the program is copied."""
+    """An uncertain mention of a device is refused with its node or record. Without a change of devices, the program is
+    copied.
+    """
     linear(tmp_path / "m.pt2")
     changed(tmp_path / "m.pt2", tmp_path / "x.pt2", change_program(change))
     with pytest.raises(ckptconv.RefusedError, match=named):
@@ -189,7 +199,9 @@ def test_a_mention_that_is_not_certain(change: Callable[[dict[str, Any]], None],
 
 
 def test_an_unknown_operator_without_a_device(tmp_path: Path) -> None:
-    """Its node mentions none. Names of tensors are not devices."""
+    """A node with an unknown operator is accepted if it mentions no device. Names of tensors are not mentions of
+    devices.
+    """
     linear(tmp_path / "m.pt2")
     change = node("torch.ops.mine.op.default", {"as_tensor": {"name": "cuda"}}, {"as_string": "a_cpu"})
     changed(tmp_path / "m.pt2", tmp_path / "x.pt2", change_program(change))
@@ -197,7 +209,7 @@ def test_an_unknown_operator_without_a_device(tmp_path: Path) -> None:
 
 
 def test_a_list_in_place_of_a_program(tmp_path: Path) -> None:
-    """In a record that torch does not read: its texts are those of no node."""
+    """A JSON record that is a list, which torch does not read, is not checked for devices."""
     linear(tmp_path / "m.pt2")
     with zipfile.ZipFile(tmp_path / "m.pt2", "a") as archive:
         archive.writestr(f"{archive.namelist()[0].partition('/')[0]}/models/a/b.json", '["the cpu"]')
@@ -205,7 +217,7 @@ def test_a_list_in_place_of_a_program(tmp_path: Path) -> None:
 
 
 def test_families_are_read_once() -> None:
-    """A program can have many devices, and many nodes that name a family of them."""
+    """The families of devices are computed once, also for a program with many nodes."""
 
     class Tags(Counter[str]):
         times = 0
@@ -221,7 +233,7 @@ def test_families_are_read_once() -> None:
 
 
 def test_an_autocast_of_two_devices(tmp_path: Path) -> None:
-    """A family of which some devices move and others stay."""
+    """An autocast is refused if only some of the devices of its family are moved."""
     linear(tmp_path / "m.pt2")
     values = [{"as_device": {"type": "cuda", "index": i}} for i in (0, 1)]
     autocast = node("torch.ops.higher_order.wrap_with_autocast", {"as_string": "cuda"})
@@ -236,7 +248,7 @@ def test_an_autocast_of_two_devices(tmp_path: Path) -> None:
     "name", ["data/aotinductor/model/model.so", "data/constants/other.pt", "data/executorch/m.pte"]
 )
 def test_records_of_unknown_content(name: str, tmp_path: Path) -> None:
-    """Compiled code, and a pickle that cannot be read."""
+    """Compiled code, or a pickle that cannot be read, is refused with its name."""
     linear(tmp_path / "m.pt2")
     changed(tmp_path / "m.pt2", tmp_path / "x.pt2", lambda each, data: (each, data))
     with zipfile.ZipFile(tmp_path / "x.pt2", "a") as archive:
@@ -246,7 +258,7 @@ def test_records_of_unknown_content(name: str, tmp_path: Path) -> None:
 
 
 def test_a_constant_that_is_a_pickle(tmp_path: Path) -> None:
-    """Its class is not known."""
+    """A pickled constant is refused, because its class is not known."""
     linear(tmp_path / "m.pt2")
     entry = {"config": {"c": {"path_name": "custom_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}}}
 
@@ -259,7 +271,7 @@ def test_a_constant_that_is_a_pickle(tmp_path: Path) -> None:
 
 
 def test_a_device_among_the_sample_inputs(tmp_path: Path) -> None:
-    """An object of torch.device, and a text, are not changed."""
+    """A device object or device text among the sample inputs is refused."""
     linear(tmp_path / "m.pt2")
     for value in (torch.device("cpu"), "cpu"):
         torch.save(((torch.rand(1, 3),), {"on": value}), tmp_path / "s.pt")
@@ -270,7 +282,7 @@ def test_a_device_among_the_sample_inputs(tmp_path: Path) -> None:
 
 
 def test_json_that_torch_did_not_write(tmp_path: Path) -> None:
-    """Keys that are there twice would be lost."""
+    """A JSON record with duplicate keys is refused, because one of them would be lost."""
     linear(tmp_path / "m.pt2")
 
     def twice(name: str, data: bytes) -> tuple[str, bytes]:
@@ -282,8 +294,8 @@ def test_json_that_torch_did_not_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", ["x", -1, [0], {}])
-def test_constants_on_no_device(index: Any, tmp_path: Path) -> None:
-    """A device that is not valid is malformed."""
+def test_invalid_devices_of_constants(index: Any, tmp_path: Path) -> None:
+    """An invalid device of a constant is reported as malformed."""
     saved(tmp_path / "m.pt2", Convolutions(), torch.rand(1, 1, 5, 5))
 
     def change(name: str, data: bytes) -> tuple[str, bytes]:
@@ -303,14 +315,14 @@ def test_constants_on_no_device(index: Any, tmp_path: Path) -> None:
     [{"strip_prefix": "a."}, {"add_prefix": "a."}, {"dtype": "bf16"}, {"include": "w*"}, {"format": "safetensors"}],
 )
 def test_other_edits(options: dict[str, Any], tmp_path: Path) -> None:
-    """Names and weights of a program stay."""
+    """Edits other than devices are refused for a program."""
     linear(tmp_path / "m.pt2")
     with pytest.raises(ckptconv.RefusedError, match="only the devices of a program"):
         ckptconv.convert(tmp_path / "m.pt2", tmp_path / "y.pt2", map_location="cuda", **options)
 
 
 def test_archives_of_torch_2_8(tmp_path: Path) -> None:
-    """Weights and constants are files of torch.save, whose tags change too."""
+    """In archives of torch 2.8, the weights and constants are files of torch.save. Their location tags change too."""
     linear(tmp_path / "m.pt2")
     for kind in ("weights", "constants"):
         torch.save({kind: torch.rand(3)}, tmp_path / f"{kind}.pt")
@@ -346,7 +358,7 @@ ODD = [None, "cuda", -1, [], {}, {"type": "cuda", "index": 3}, {"type": [], "ind
 
 
 def mutant(value: Any, random: Random) -> None:
-    """Change one place of a JSON value."""
+    """Change one random place of a JSON value."""
     while isinstance(value, (dict, list)) and value:
         key = random.choice([*value]) if isinstance(value, dict) else random.randrange(len(value))
         if not isinstance(value[key], (dict, list)) or random.random() < 0.1:
@@ -357,7 +369,7 @@ def mutant(value: Any, random: Random) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_mutants(seed: int, tmp_path: Path) -> None:
-    """A program with one odd value is moved completely, or an error of ours says why not."""
+    """A program with one changed value is moved completely, or refused with a CkptconvError."""
     saved(tmp_path / "m.pt2", Regions(), torch.rand(2, 4))
     random, moved = Random(seed), 0
     for i in range(40):

@@ -1,4 +1,4 @@
-"""What is converted to what, and in which format."""
+"""Tests of the choice of output paths and formats for given inputs."""
 
 from __future__ import annotations
 
@@ -53,11 +53,9 @@ from tests.support.paths import fill
         ("a.safetensor", "safetensors", "safetensors"),
     ],
 )
-def test_the_format_is_what_is_asked_for_or_what_the_suffix_says(
-    tmp_path: Path, name: str, format: str | None, expected: str
-) -> None:
-    """The last suffix that is known says it: `.safetensors` is safetensors, every other one pt unless --format says
-    otherwise; all are free where the suffix is unknown.
+def test_format_by_request_or_suffix(tmp_path: Path, name: str, format: str | None, expected: str) -> None:
+    """The requested format is used. Without one, the last known suffix of the name decides, and the default is pt. A
+    name with an unknown suffix can have any format.
     """
     path, meant = find_target(Path("in.pt"), tmp_path / name, format)
     assert (path, meant or usual_format(name, "torch zip")) == (tmp_path / name, expected)
@@ -67,8 +65,10 @@ def test_the_format_is_what_is_asked_for_or_what_the_suffix_says(
     ("name", "expected"),
     [("a.pkl", "pickle"), ("a.PICKLE", "pickle"), ("a.pt", "pt"), ("a", "pt"), ("a.safetensors", "safetensors")],
 )
-def test_a_plain_pickle_stays_one_where_the_suffix_says_so(tmp_path: Path, name: str, expected: str) -> None:
-    """Who wrote `.pkl` for a pickle means a pickle; no other source becomes one unasked."""
+def test_a_plain_pickle_stays_one_with_its_suffix(tmp_path: Path, name: str, expected: str) -> None:
+    """A plain pickle stays a plain pickle if the output has the suffix of one. Another input becomes a pickle only if
+    the format is requested.
+    """
     assert usual_format(name, "pickle") == expected
     assert usual_format(name, "torch legacy") == ("pt" if expected == "pickle" else expected)
 
@@ -86,7 +86,7 @@ def test_a_plain_pickle_stays_one_where_the_suffix_says_so(tmp_path: Path, name:
     ],
 )
 def test_contradictions_are_usage_errors(tmp_path: Path, name: str, format: str) -> None:
-    """A suffix that says otherwise would make a file that lies; a format that nobody knows is no format."""
+    """A format that contradicts the suffix, or that does not exist, is a usage error."""
     with pytest.raises(UsageError):
         find_target(Path("in.pt"), tmp_path / name, format)
 
@@ -124,9 +124,8 @@ def test_contradictions_are_usage_errors(tmp_path: Path, name: str, format: str)
     ],
 )
 def test_in_a_folder_the_name_follows_the_format(tmp_path: Path, src: str, format: str | None, name: str) -> None:
-    """It keeps its stem; what the Hub calls by two names in two formats gets the other one.
-
-    A slash at the end is a folder too.
+    """In a folder, the output keeps the stem of the input, and its suffix follows the format. A name of the Hub becomes
+    its name for the other format. A path with a slash at the end is a folder.
     """
     for folder in (str(tmp_path), f"{tmp_path}/new/"):
         path, found = find_target(Path(src), folder, format)
@@ -148,9 +147,9 @@ def test_in_a_folder_the_name_follows_the_format(tmp_path: Path, src: str, forma
         ("a.pt.gz", "a compressor"),
     ],
 )
-def test_a_name_that_promises_another_file(tmp_path: Path, name: str, words: str) -> None:
-    """What other programs write, and what is nearly a suffix of ours: refused, also where it would be a folder, but
-    where the source is called so.
+def test_suffixes_of_other_files(tmp_path: Path, name: str, words: str) -> None:
+    """An output with the suffix of another program, or with a misspelled suffix, is refused. It is accepted if the
+    input has the same suffix.
     """
     for src in ("in.pt", str(tmp_path)):
         with pytest.raises(UsageError, match=words):
@@ -166,14 +165,14 @@ def test_a_name_that_promises_another_file(tmp_path: Path, name: str, words: str
         (Path("https://host/a.pt"), "https://host/a.pt: a URL"),
     ],
 )
-def test_what_is_no_path_is_no_output(path: str | Path, words: str) -> None:
-    """A stream takes no name when it is whole."""
+def test_outputs_that_are_not_paths(path: str | Path, words: str) -> None:
+    """Standard output and URLs are refused as outputs."""
     with pytest.raises(UsageError, match=words):
         list_requests(["in.pt"], path)
 
 
-def test_an_empty_path_is_no_output() -> None:
-    """It would mean the folder that one is in."""
+def test_an_empty_output_path() -> None:
+    """An empty output path is refused, because it would mean the working directory."""
     with pytest.raises(UsageError, match="empty"):
         find_target(Path("a.pt"), "", None)
 
@@ -186,7 +185,7 @@ CHUNKS = (".metadata", "__0_0.distcp")
 
 @pytest.fixture
 def tree(here: Path) -> Path:
-    """A folder of each kind, in which we are."""
+    """Create a file and folders of each kind in the working directory, and return it."""
     fill(
         here,
         "a.pt",
@@ -208,7 +207,7 @@ def tree(here: Path) -> Path:
 
 
 def listed(srcs: str, dst: str, **keywords: Any) -> list[str]:
-    """The items as ``src kind dst``; the slash says that it is a folder of shards."""
+    """Return each request as ``src kind dst``, with a slash at the end if the output is a folder of shards."""
     return [
         f"{item.src} {item.kind} {item.dst}{'/' if item.is_folder else ''}"
         for item in list_requests(srcs.split(), dst, output=OutputOptions(**keywords)).requests
@@ -287,11 +286,9 @@ TABLE: list[tuple[str, str, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("srcs", "dst", "keywords", "expected"), TABLE)
-def test_what_inputs_and_output_mean(
-    tree: Path, srcs: str, dst: str, keywords: dict[str, Any], expected: list[str]
-) -> None:
-    """A file to a path or a folder; several files that are one checkpoint to a file or a folder of shards; a folder of
-    many to a tree like it; several inputs under their names, as ``cp -r`` has it.
+def test_outputs_of_inputs(tree: Path, srcs: str, dst: str, keywords: dict[str, Any], expected: list[str]) -> None:
+    """The table lists the outputs for each input. A folder of many checkpoints becomes a folder with the same tree, and
+    several inputs are written under their names, as ``cp -r`` does.
     """
     assert listed(srcs, dst, **keywords) == expected
 
@@ -329,18 +326,17 @@ def test_what_inputs_and_output_mean(
         ("a.pt ./a.pt", "new", {}, RefusedError, "a.pt and a.pt would both be written to this path"),
     ],
 )
-def test_what_makes_no_sense(
+def test_contradictory_inputs_and_outputs(
     tree: Path, srcs: str, dst: str, keywords: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    """Said before anything is written."""
+    """Contradictory inputs and outputs are refused before anything is written."""
     with pytest.raises(error, match=words):
         list_requests(srcs.split(), dst, output=OutputOptions(**keywords))
 
 
-def test_two_outputs_of_one_place(tree: Path) -> None:
-    """Of one name, by suffixes that become one; or one within the folder that another becomes.
-
-    Both inputs are shown.
+def test_two_inputs_with_the_same_output(tree: Path) -> None:
+    """If two inputs have the same output, or one output is within the output folder of another, the error names both
+    inputs.
     """
     (tree / "run" / "x.bin").touch()
     with pytest.raises(RefusedError, match=r"run/x\.bin and run/x\.pt would both be written to this path") as caught:
@@ -356,7 +352,7 @@ def test_two_outputs_of_one_place(tree: Path) -> None:
 
 
 def names_of_one_file(folder: Path, *, ignores_case: bool) -> None:
-    """Make `folder` answer as on a filesystem that ignores the case of letters (macOS, Windows), or as on ext4."""
+    """Make `folder` behave like a filesystem that ignores case (macOS, Windows), or like ext4."""
     (folder / "Out").mkdir()
     (folder / "Out" / "old").touch()
     other = folder / "oUT"
@@ -367,9 +363,8 @@ def names_of_one_file(folder: Path, *, ignores_case: bool) -> None:
 
 @pytest.mark.parametrize("ignores_case", [True, False])
 def test_names_that_differ_in_the_case_of_letters(tree: Path, *, ignores_case: bool) -> None:
-    """`A.pt` and `a.pt` of one batch are one file where the filesystem ignores case, and two where it does not.
-
-    The folder of the output need not exist: the nearest one that does is looked at.
+    """Outputs whose names differ only in case are refused if the filesystem ignores case. If the output folder does not
+    exist, its nearest existing parent is tested.
     """
     for name in ("A.pt", "a.pt"):
         (tree / "both" / name).parent.mkdir(exist_ok=True)
@@ -385,7 +380,7 @@ def test_names_that_differ_in_the_case_of_letters(tree: Path, *, ignores_case: b
 
 
 def test_the_input_that_has_the_same_output_is_named(tmp_path: Path) -> None:
-    """And not one whose output differs in the case of letters only."""
+    """The error names the two inputs with the same output, and not one whose output differs in case."""
     names_of_one_file(tmp_path, ignores_case=False)
     targets = [(tmp_path / "Out" / name, Path(src)) for name, src in (("A.pt", "1"), ("a.pt", "2"), ("a.pt", "3"))]
     with pytest.raises(RefusedError, match="2 and 3 would both be written"):
@@ -393,13 +388,13 @@ def test_the_input_that_has_the_same_output_is_named(tmp_path: Path) -> None:
 
 
 def test_a_path_without_letters_has_one_spelling() -> None:
-    """No folder of it has another one, so that no filesystem is asked."""
+    """If no folder of a path contains letters, the filesystem is not tested."""
     refuse_one_place([(Path("/1/2/A"), Path("x")), (Path("/1/2/a"), Path("y"))])
 
 
 @pytest.mark.parametrize("ignores_case", [True, False])
 def test_an_output_inside_the_input_by_another_spelling(tree: Path, *, ignores_case: bool) -> None:
-    """Folders are compared by identity, not by their names."""
+    """An output inside the input is refused if the filesystem ignores case and the names differ only in case."""
     names_of_one_file(tree, ignores_case=ignores_case)
     (tree / "Out" / "a.pt").touch()
     if ignores_case:
@@ -409,8 +404,8 @@ def test_an_output_inside_the_input_by_another_spelling(tree: Path, *, ignores_c
         assert len(list_requests(["Out"], "oUT/new").requests) == 1
 
 
-def test_what_is_left_is_named(tree: Path) -> None:
-    """What is no checkpoint and what was not entered; not what is copied."""
+def test_files_that_are_left_are_listed(tree: Path) -> None:
+    """Files that are not checkpoints, and folders that are not entered, are listed as left, unless they are copied."""
     listing = list_requests(["run"], "new")
     assert listing.is_batch
     assert [str(path) for path in listing.other] == ["run/config.json"]
@@ -418,8 +413,8 @@ def test_what_is_left_is_named(tree: Path) -> None:
     assert list_requests(["run"], "new", output=OutputOptions(copy_others=True)).other == ()
 
 
-def test_what_a_merged_file_leaves_is_named(tree: Path) -> None:
-    """All that stands in the folder beside the shards or chunks, checkpoints among it."""
+def test_files_next_to_a_merged_set_are_listed(tree: Path) -> None:
+    """If a set or DCP folder becomes one file, the notes name all other files of its folder."""
     (tree / "dcp" / "meta.pt").touch()
     for src, left, them in (
         ("hub", "2 other files left: config.json, optimizer.pt", "them"),
@@ -432,14 +427,18 @@ def test_what_a_merged_file_leaves_is_named(tree: Path) -> None:
 
 
 def test_shards_by_themselves_get_no_index(tree: Path) -> None:
-    """As a shell's pattern gives them; where the set comes as its folder or index, there is nothing to say."""
+    """Shards that are given one by one get no index, and a note suggests the command for the set. A set that is given
+    as its folder or index has no note.
+    """
     listing = list_requests([f"hub/{name}" for name in SHARDS[:2]], "new")
     assert listing.notes == ("2 shards without an index; to convert the set: ckptconv convert hub OUT_FOLDER",)
     assert list_requests(["hub", "a.pt"], "new").notes == list_requests(["a.pt", f"hub/{SHARDS[2]}"], "new").notes == ()
 
 
 def test_shards_to_one_file_are_merged_by_their_folder(tree: Path) -> None:
-    """What a shell's pattern gives is no set; that the index makes it one is said, and to other files nothing is."""
+    """Shards that are given one by one cannot be merged into one file. The hint suggests the folder. Other inputs have
+    no hint.
+    """
     for srcs, hint in (
         ([f"hub/{name}" for name in SHARDS[:2]], "to merge a sharded set: ckptconv convert hub b.pt"),
         ([f"hub/{SHARDS[0]}", "a.pt"], None),
@@ -451,7 +450,9 @@ def test_shards_to_one_file_are_merged_by_their_folder(tree: Path) -> None:
 
 
 def test_dcp_folders_in_place(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a tree their file stands beside them; from within one, the hint still leads out of it."""
+    """In a tree that is converted onto itself, the output of a DCP folder is next to it. From within the DCP folder,
+    the hint suggests an output outside it.
+    """
     assert listed("all", "all")[0] == "all/dcp dcp all/dcp.pt"
     monkeypatch.chdir(tree / "dcp")
     with pytest.raises(UsageError, match="among the files") as caught:
@@ -459,8 +460,10 @@ def test_dcp_folders_in_place(tree: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert caught.value.hint == f"ckptconv convert {tree / 'dcp'} {tree / 'dcp.pt'}"
 
 
-def test_one_item_is_what_the_function_converts(tree: Path) -> None:
-    """``convert`` takes what is one; a folder with several is refused towards the function that takes them."""
+def test_find_request_accepts_one_checkpoint(tree: Path) -> None:
+    """``find_request`` accepts one checkpoint. For a folder with several it suggests the command or function that
+    converts all of them.
+    """
     assert find_request("a.pt", "there").dst == Path("there/a.pt")
     with pytest.raises(UsageError, match="2 checkpoints in the folder") as caught:
         find_request("run", "new")
@@ -472,7 +475,7 @@ def test_one_item_is_what_the_function_converts(tree: Path) -> None:
 
 
 def test_dots_have_names(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among several inputs, ``.`` goes under the name of the folder that we are in; a chunked folder as well."""
+    """``.`` is replaced by the name of the working directory, also for a DCP folder."""
     monkeypatch.chdir(tree / "run")
     assert [str(item.dst) for item in list_requests([".", "../a.pt"], "../new").requests] == [
         "../new/run/deep/model.safetensors",
@@ -483,15 +486,17 @@ def test_dots_have_names(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [str(item.dst) for item in list_requests(["."], "../new").requests] == ["../new/dcp.pt"]
 
 
-def test_a_link_within_the_input_is_within_it(tree: Path) -> None:
-    """Wherever links lead, nothing is written into the tree that is read."""
+def test_an_output_inside_the_input_through_a_link(tree: Path) -> None:
+    """An output inside the input is refused, also if the path leads there through a link."""
     os.symlink("run", tree / "link")
     with pytest.raises(UsageError, match="inside the input"):
         list_requests(["run"], "link/out")
 
 
-def test_a_file_beside_the_parts_that_it_is_made_of(tree: Path) -> None:
-    """As torch's own tests have it: what is asked for by its own name, and replaces none of them."""
+def test_an_output_next_to_the_parts_of_the_input(tree: Path) -> None:
+    """An output file in the folder of a set or DCP checkpoint is accepted if its name is given and it replaces no part
+    of the input.
+    """
     for src, dst in (("dcp", "dcp/b.pt"), ("dcp", "dcp/deeper/b.pt"), ("hub", "hub/whole.safetensors")):
         assert [(item.dst, item.is_folder) for item in list_requests([src], dst).requests] == [(Path(dst), False)]
 
@@ -501,7 +506,7 @@ def test_a_file_beside_the_parts_that_it_is_made_of(tree: Path) -> None:
 
 @pytest.fixture
 def linked(tmp_path: Path) -> tuple[Path, Path]:
-    """A checkpoint on a GPU, and a link to it from another folder."""
+    """Return a checkpoint on a GPU, and a link to it from another folder."""
     (tmp_path / "real").mkdir()
     (tmp_path / "here").mkdir()
     zoo.save({"w": torch.ones(3)}, tmp_path / "real" / "a.pt", ("cuda:1",))
@@ -514,8 +519,8 @@ def devices_in(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("is_batch", [False, True], ids=["one", "batch"])
-def test_in_place_by_name_a_link_stays(linked: tuple[Path, Path], is_batch: bool, command: Command) -> None:
-    """And what it leads to is converted: on the disk there is one file, as before. In a batch too."""
+def test_a_link_onto_itself_is_kept(linked: tuple[Path, Path], is_batch: bool, command: Command) -> None:
+    """If a link is converted onto itself, its target is converted and the link is kept, also in a batch."""
     real, link = linked
     paths = (link.parent, link.parent) if is_batch else (link, link)
     said = command("convert", *paths, "--to", "cpu", "--force", "-v").err
@@ -525,7 +530,9 @@ def test_in_place_by_name_a_link_stays(linked: tuple[Path, Path], is_batch: bool
 
 
 def test_any_other_link_at_the_target_is_replaced(linked: tuple[Path, Path]) -> None:
-    """By another name it is no change in place, and without leave none is made."""
+    """If the output is a link to the input under another name, the link is replaced. A link onto itself is refused
+    without ``force``.
+    """
     real, link = linked
     refused(RefusedError, "the output is the same file as the input", link, link, map_location="cpu")
     report = ckptconv.convert(real, link, map_location="cpu", force=True)
@@ -534,7 +541,9 @@ def test_any_other_link_at_the_target_is_replaced(linked: tuple[Path, Path]) -> 
 
 
 def test_in_the_cache_of_the_hub_the_link_is_replaced(linked: tuple[Path, Path], tmp_path: Path) -> None:
-    """The name of a blob is its checksum, so it stays what it is; a note says so."""
+    """In a cache of the Hub, the link is replaced and the blob is not changed, because its name is its checksum. A note
+    states this.
+    """
     real = linked[0]
     blob, snapshot = tmp_path / "blobs" / "0123456789abcdef", tmp_path / "snapshots" / "main" / "m.pt"
     blob.parent.mkdir()

@@ -1,4 +1,6 @@
-"""``verify=True``: the input's own checksums are compared before anything is written, and the report says what was."""
+"""Tests of ``verify=True``, which compares the checksums of the input before anything is written. The report counts the
+compared records.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ DEVICES = {"map_location": "cuda"}
 
 
 def damaged(path: Path, record: str) -> None:
-    """Flip a bit of the file at `path` in its `record`, whose checksum stays."""
+    """Flip a bit of the record `record` in the file at `path`, without a change of its checksum."""
     data = path.read_bytes()
     path.write_bytes(flipped(data, data_of(data, record) + 100))
 
 
 def sharded(folder: Path) -> Path:
-    """`STATE` in a folder, as two shards with their index; the first of them."""
+    """Write `STATE` to `folder` as a set of two shards. Return the path of the first shard."""
     torch.save(STATE, folder / "m.pt")
     ckptconv.convert(folder / "m.pt", folder / "set", max_shard_size="5kB")
     return next(folder.glob("set/*00001*"))
@@ -36,7 +38,9 @@ def sharded(folder: Path) -> Path:
 
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_a_damaged_input_is_refused(tmp_path: Path, dry_run: bool) -> None:
-    """Without it the damage is copied with its checksum; a dry run reads no tensor."""
+    """``verify=True`` refuses a damaged input. Without it, the damage is copied with the checksum. A dry run does not
+    compare checksums.
+    """
     src, dst = tmp_path / "m.pt", tmp_path / "o.pt"
     torch.save(STATE, src)
     damaged(src, "m/data/0")
@@ -50,7 +54,7 @@ def test_a_damaged_input_is_refused(tmp_path: Path, dry_run: bool) -> None:
 
 @pytest.mark.parametrize("dst", ["out.pt", "new"])
 def test_each_shard_is_compared(tmp_path: Path, dst: str) -> None:
-    """Of a set that becomes one file, or a set."""
+    """The checksums of every shard are compared, whether the output is one file or a set."""
     shard = sharded(tmp_path)
     found = ckptconv.convert(tmp_path / "set", tmp_path / f"good-{dst}", verify=True, **DEVICES).verified
     assert found and found.records > 2 and found.nbytes > 6000
@@ -59,7 +63,9 @@ def test_each_shard_is_compared(tmp_path: Path, dst: str) -> None:
 
 
 def test_in_place(tmp_path: Path) -> None:
-    """Of each shard, before the first is changed; no output is read back."""
+    """In place, the checksums of all shards are compared before the first shard changes. The output is not read
+    back.
+    """
     shard = sharded(tmp_path)
     options: dict[str, Any] = {"in_place": True, "verify": True, **DEVICES}
     found = ckptconv.convert(tmp_path / "set", **options).verified
@@ -72,8 +78,8 @@ def test_in_place(tmp_path: Path) -> None:
     assert {each: each.read_bytes() for each in shard.parent.iterdir()} == before
 
 
-def test_the_report_says_what_was_compared(tmp_path: Path, command: Command) -> None:
-    """And where there is nothing to compare, that damage cannot be seen."""
+def test_the_report_counts_the_compared_records(tmp_path: Path, command: Command) -> None:
+    """The report counts the compared records, or states that the input has no checksums."""
     torch.save(STATE, tmp_path / "m.pt")
     save_file(STATE, tmp_path / "m.safetensors")
     (tmp_path / "deflated.pt").write_bytes(rezipped((tmp_path / "m.pt").read_bytes(), method=zipfile.ZIP_DEFLATED))

@@ -1,5 +1,5 @@
-"""Edits, from file to file: names follow wherever they are used, devices change where
-they are devices; torch is the judge.
+"""Tests of edits from file to file. Names are changed wherever they are used, and devices only in location tags.
+Results are compared with torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def refused(folder: Path, obj: object, **edits: Any) -> str:
-    """The error's line, where `obj` cannot be converted; nothing must be written."""
+    """Return the message of the error that converting `obj` raises. Assert that nothing is written."""
     with pytest.raises((NoMatchError, CollisionError, UsageError)) as caught:
         round_trip(folder, obj, **edits)
     assert [path.name for path in folder.iterdir()] == ["src.pt"]
@@ -51,7 +51,9 @@ def renamed(obj: dict[str, Any], **names: str) -> dict[str, Any]:
 
 
 def test_strip_gives_the_state_dict_of_the_wrapped_module(fixtures: Path, tmp_path: Path) -> None:
-    """Names, order, values, ``_metadata``: as if DataParallel had never been; it loads strictly, safely too."""
+    """``strip_prefix`` gives the state dict of the wrapped module, with its names, order, values and ``_metadata``. The
+    module loads it strictly.
+    """
     report = ckptconv.convert(fixtures / "dataparallel.pt", tmp_path / "x.pt", strip_prefix="module.")
     state, tags = tags_of(tmp_path / "x.pt", weights_only=True)
     assert_same(state, tags_of(fixtures / "cpu.pt")[0])
@@ -65,7 +67,9 @@ def test_strip_gives_the_state_dict_of_the_wrapped_module(fixtures: Path, tmp_pa
 
 
 def test_add_gives_the_state_dict_of_the_wrapper(fixtures: Path, tmp_path: Path) -> None:
-    """As ``nn.DataParallel(net).state_dict()`` has it, ``_metadata`` with the wrapper's own entry first."""
+    """``add_prefix`` gives the result of ``nn.DataParallel(net).state_dict()``, with the wrapper's entry first in
+    ``_metadata``.
+    """
     ckptconv.convert(fixtures / "cuda0.pt", tmp_path / "x.pt", add_prefix="module.")
     state, _ = tags_of(tmp_path / "x.pt", weights_only=True)
     assert_same(state, tags_of(fixtures / "dataparallel.pt")[0])
@@ -73,8 +77,8 @@ def test_add_gives_the_state_dict_of_the_wrapper(fixtures: Path, tmp_path: Path)
     nn.DataParallel(Net()).load_state_dict(state, strict=True)
 
 
-def test_strip_does_what_torch_means_to(fixtures: Path, tmp_path: Path) -> None:
-    """Equal to ``consume_prefix_in_state_dict_if_present`` where every name has the prefix."""
+def test_strip_agrees_with_torchs_function(fixtures: Path, tmp_path: Path) -> None:
+    """``strip_prefix`` gives the result of ``consume_prefix_in_state_dict_if_present`` if all names have the prefix."""
     ckptconv.convert(fixtures / "dataparallel.pt", tmp_path / "x.pt", strip_prefix="module.")
     expected, _ = tags_of(fixtures / "dataparallel.pt")
     consume_prefix_in_state_dict_if_present(expected, "module.")
@@ -83,13 +87,13 @@ def test_strip_does_what_torch_means_to(fixtures: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["module", "module.", ["module"], ("module.",)])
 def test_module_means_module_dot(fixtures: Path, tmp_path: Path, prefix: Any) -> None:
-    """With or without its dot, alone or in a sequence."""
+    """A prefix can be given with or without its dot, alone or in a sequence."""
     report = ckptconv.convert(fixtures / "dataparallel.pt", tmp_path / "x.pt", strip_prefix=prefix)
     assert report.changes.names[0].new == "conv.weight"
 
 
 def test_strip_rename_add_in_that_order(fixtures: Path, tmp_path: Path) -> None:
-    """Whatever the order of the keywords."""
+    """Prefixes are stripped before names are renamed, and added after that, whatever the order of the keywords is."""
     ckptconv.convert(
         fixtures / "dataparallel.pt",
         tmp_path / "x.pt",
@@ -103,7 +107,9 @@ def test_strip_rename_add_in_that_order(fixtures: Path, tmp_path: Path) -> None:
 
 
 def test_nested_wrapper(tmp_path: Path) -> None:
-    """A prefix of two segments: the entries of both wrappers leave ``_metadata`` and come back."""
+    """Stripping a prefix of two segments removes the entries of both wrappers from ``_metadata``. Adding the prefix
+    restores them.
+    """
     wrapped = nn.DataParallel(nn.DataParallel(Net())).state_dict()
     stripped, _ = round_trip(tmp_path, wrapped, strip_prefix="module.module.")
     assert list(stripped._metadata.items()) == list(Net().state_dict()._metadata.items())
@@ -116,7 +122,9 @@ name = st.lists(segment, min_size=1, max_size=4).map(".".join)
 
 
 def state_dict_of(names: list[str], *, metadata: bool) -> Any:
-    """A state dict as a module's: an entry in ``_metadata`` for every module above a name."""
+    """Return a state dict like that of a module. With `metadata`, it has an entry in ``_metadata`` for every module
+    above a name.
+    """
     state: Any = OrderedDict((name, torch.full((2,), float(i))) for i, name in enumerate(names))
     if metadata:
         modules = {".".join(name.split(".")[:n]) for name in names for n in range(name.count(".") + 1)}
@@ -128,7 +136,7 @@ def state_dict_of(names: list[str], *, metadata: bool) -> Any:
 def test_strip_undoes_add(
     tmp_path_factory: pytest.TempPathFactory, names: list[str], prefix: str, metadata: bool
 ) -> None:
-    """The whole object, for any names and any prefix."""
+    """For any names and any prefix, ``strip_prefix`` reverses ``add_prefix``."""
     folder = tmp_path_factory.getbasetemp()
     state = state_dict_of(names, metadata=metadata)
     added, _ = round_trip(folder, state, add_prefix=prefix)
@@ -140,20 +148,20 @@ def test_strip_undoes_add(
 def test_add_undoes_strip(
     tmp_path_factory: pytest.TempPathFactory, names: list[str], prefix: str, metadata: bool
 ) -> None:
-    """Where every name had the prefix."""
+    """If every name has the prefix, ``add_prefix`` reverses ``strip_prefix``."""
     folder = tmp_path_factory.getbasetemp()
     wrapped = state_dict_of([f"{prefix}.{name}" for name in names], metadata=metadata)
     if metadata:
         for above in [entry for entry in wrapped._metadata if prefix.startswith(entry + ".")]:
-            wrapped._metadata[above] = {"version": 1}  # a wrapper's own
+            wrapped._metadata[above] = {"version": 1}  # the wrapper's own entry
     stripped, _ = round_trip(folder, wrapped, strip_prefix=prefix)
     assert list(stripped) == names
     assert_same(round_trip(folder, stripped, add_prefix=prefix)[0], wrapped)
 
 
-# Which names change, and where
+# Which names change
 
-#: An average with the same keys in another order, and another model.
+#: A model, its average with the same keys in another order, and another model.
 TWINS = {"model": {"a.w": W, "a.b": W}, "ema": {"a.b": W, "a.w": W}, "critic": {"c.w": W}}
 TWINS_WRAPPED = {
     "model": {"module.a.w": W, "module.a.b": W},
@@ -161,7 +169,7 @@ TWINS_WRAPPED = {
     "critic": {"c.w": W},
 }
 SEVERAL = {"g": {"module.w": W}, "d": {"module.v": W}, "plain": {"u": W}}
-#: What is saved, the edits, and what comes out.
+#: The saved object, the edits, and the expected result.
 NAMES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "repeated prefixes apply in turn": (
         {"a.b.w": W},
@@ -225,42 +233,44 @@ NAMES: dict[str, tuple[Any, dict[str, Any], Any]] = {
 
 @pytest.mark.parametrize("case", NAMES)
 def test_which_names_change(tmp_path: Path, case: str) -> None:
-    """Those that are meant, wherever they are used, each in its place."""
+    """The names in the table change wherever they are used, and keep their positions."""
     obj, edits, expected = NAMES[case]
     assert_same(round_trip(tmp_path, obj, **edits)[0], expected)
 
 
-# Where a prefix ends
+# Prefixes end at segments
 
 
 def test_a_near_prefix_is_named(tmp_path: Path) -> None:
-    """A typo in a whole segment is no part of one: what it would leave of ``module.w`` with ``modul`` is ``e.w``."""
+    """A prefix with a typing error matches nothing, and the error suggests the existing prefix."""
     for said in ("modul", "modul.", "moduel."):
         line = refused(tmp_path, {"module.w": W, "net.w": W}, strip_prefix=said)
         assert line.endswith("; strip_prefix='module.' may be meant")
 
 
-def test_a_part_of_a_state_dict_is_no_path_beside_it(tmp_path: Path) -> None:
-    """Where the checkpoint is the only state dict in it, there is no part to name."""
+def test_select_in_a_state_dict_suggests_no_path(tmp_path: Path) -> None:
+    """If the checkpoint is itself a state dict, the error of ``select`` suggests no path."""
     assert "such as ." not in refused(tmp_path, {"module.w": W}, select="model")
 
 
 def test_anchored_at_segments(tmp_path: Path) -> None:
-    """``mod`` is no prefix of ``module.w``; the way to cut it off is named."""
+    """``mod`` is not a prefix of ``module.w``, because prefixes end at a dot. The error lists the existing prefixes and
+    suggests ``rename``.
+    """
     line = refused(tmp_path, {"module.w": W, "modern.w": W}, strip_prefix="mod")
     assert "module. (1), modern. (1)" in line
     assert "rename=[('^mod', '')]" in line
 
 
-def test_more_than_there_are(tmp_path: Path) -> None:
-    """A prefix that is stripped more often than it stands there."""
+def test_a_prefix_that_is_stripped_too_often(tmp_path: Path) -> None:
+    """A prefix that is stripped more often than it occurs is an error."""
     with pytest.raises(NoMatchError):
         round_trip(tmp_path, {"module.w": W, "conv.module.w": W}, strip_prefix=["module", "module", "module"])
 
 
-def test_features_module_is_not_at_the_start(fixtures: Path, tmp_path: Path) -> None:
-    """DataParallel over ``features`` alone: strip refuses, rename serves,
-    ``_metadata`` too, and the plain net takes it.
+def test_a_wrapper_inside_the_model(fixtures: Path, tmp_path: Path) -> None:
+    """A DataParallel around a part of the model does not put ``module.`` at the start of the names. ``strip_prefix`` is
+    refused, and ``rename`` removes it also from ``_metadata``.
     """
     source = fixtures / "dataparallel_features.pt"
     with pytest.raises(NoMatchError, match=r"features. \(4\), classifier. \(2\)"):
@@ -275,7 +285,7 @@ def test_features_module_is_not_at_the_start(fixtures: Path, tmp_path: Path) -> 
 
 
 def test_mixed_names_are_counted(tmp_path: Path) -> None:
-    """Those without the prefix, in other state dicts too; the others are in the report."""
+    """Names without the prefix are counted, also in other state dicts. The report lists the changed names."""
     state = OrderedDict([("step", W), *nn.DataParallel(nn.Linear(2, 1)).state_dict().items(), ("ema.w", W)])
     _, report = round_trip(tmp_path, state, strip_prefix="module")
     assert report.changes.unprefixed == 2
@@ -288,8 +298,8 @@ def test_mixed_names_are_counted(tmp_path: Path) -> None:
 
 
 def test_metadata_of_a_state_dict_without_the_prefix_stays(tmp_path: Path) -> None:
-    """Another model in the file has an inner module called ``module``, without parameters: it is none
-    of our business.
+    """The ``_metadata`` of a state dict without the prefix is not changed, although one of its modules without
+    parameters is named like the prefix.
     """
     other = nn.Sequential(OrderedDict(module=nn.ReLU(), fc=nn.Linear(1, 1))).state_dict()
     wrapped = nn.DataParallel(nn.Linear(1, 1)).state_dict()
@@ -299,7 +309,9 @@ def test_metadata_of_a_state_dict_without_the_prefix_stays(tmp_path: Path) -> No
 
 
 def test_metadata_of_a_single_layer(tmp_path: Path) -> None:
-    """``module.`` around one layer: its version takes the wrapper's place, and gives it back."""
+    """If the wrapped module is a single layer, the entry of the layer replaces the entry of the wrapper in
+    ``_metadata``. ``add_prefix`` restores the original entries.
+    """
     wrapped = nn.DataParallel(nn.BatchNorm1d(2)).state_dict()
     stripped, _ = round_trip(tmp_path, wrapped, strip_prefix="module")
     assert dict(stripped._metadata) == {"": {"version": 2}}
@@ -308,8 +320,8 @@ def test_metadata_of_a_single_layer(tmp_path: Path) -> None:
 
 
 def test_metadata_longer_than_a_batch(tmp_path: Path) -> None:
-    """pickle writes mappings in pieces of 1,000, and a last one alone: an entry that leaves it leaves
-    nothing broken.
+    """pickle writes mappings in batches of 1,000 items. An entry of ``_metadata`` can be removed from the last
+    batch.
     """
     state = state_dict_of([f"module.layer{i}.w" for i in range(999)], metadata=True)
     entries = state._metadata
@@ -333,7 +345,9 @@ def test_metadata_longer_than_a_batch(tmp_path: Path) -> None:
     ],
 )
 def test_two_names_that_become_one(tmp_path: Path, obj: object, edits: Any) -> None:
-    """Refused with both, in optimizers too, and whatever a later edit adds; nothing is written."""
+    """Two names that would become equal are refused, also in an optimizer or if a later edit makes them different. The
+    error contains both names.
+    """
     line = refused(tmp_path, obj, **edits)
     assert "two names would become" in line
     assert "'module.w'" in line and "'w'" in line
@@ -371,13 +385,15 @@ def test_two_names_that_become_one(tmp_path: Path, obj: object, edits: Any) -> N
         ({"m": {"a.w": W}}, {"select": ""}, "there is nothing at ''"),
     ],
 )
-def test_what_matches_nothing_is_a_typo(tmp_path: Path, obj: object, edits: Any, said: str) -> None:
-    """An error that shows the prefixes that there are."""
+def test_edits_without_a_match(tmp_path: Path, obj: object, edits: Any, said: str) -> None:
+    """An edit that matches nothing is an error. The message shows the existing prefixes or paths."""
     assert said in refused(tmp_path, obj, **edits)
 
 
-def test_several_state_dicts_could_be_meant(tmp_path: Path) -> None:
-    """Add lists them, with the ``--rename`` that serves them all, and that one does."""
+def test_add_prefix_with_several_state_dicts(tmp_path: Path) -> None:
+    """If several state dicts could be meant, ``add_prefix`` is refused. The error lists them and suggests ``rename``
+    for all of them.
+    """
     obj = {"student": {"w": W}, "teacher": {"w": W}}
     line = refused(tmp_path, obj, add_prefix="module")
     assert "student, teacher" in line
@@ -388,7 +404,7 @@ def test_several_state_dicts_could_be_meant(tmp_path: Path) -> None:
 
 
 def test_rename_is_re_sub(tmp_path: Path) -> None:
-    """Groups and all, on every name; ``_metadata`` follows the modules."""
+    """``rename`` works like ``re.sub`` on every name. The modules in ``_metadata`` are renamed too."""
     state, report = round_trip(tmp_path, Net().state_dict(), rename=[(r"^head\.(\d)", r"fc\1")])
     assert list(state)[-4:] == ["fc0.weight", "fc0.bias", "fc1.weight", "fc1.bias"]
     assert list(state._metadata) == ["", "conv", "bn", "head", "fc0", "fc1"]
@@ -416,20 +432,19 @@ def test_rename_is_re_sub(tmp_path: Path) -> None:
         "one of two",
     ],
 )
-def test_what_names_mean_for_modules(tmp_path: Path, names: list[str], edits: Any, modules: list[str]) -> None:
-    """What becomes of the dots behind them; the end of a name is none of a module's path.
-
-    Where no dot is left there, the entry stays.
+def test_renamed_modules_in_metadata(tmp_path: Path, names: list[str], edits: Any, modules: list[str]) -> None:
+    """The modules in ``_metadata`` are renamed like the parts of names before a dot. An entry is kept if its renamed
+    part does not end at a dot.
     """
     state, _ = round_trip(tmp_path, state_dict_of(names, metadata=True), **edits)
     assert list(state._metadata) == modules
 
 
-# Into the model that it was for
+# Loading into the original model
 
 
 class Named(nn.Module):
-    """A model whose part is really called ``module``, in front and inside of a list."""
+    """A model with modules that are really named ``module``, at the start of names and inside a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -438,7 +453,7 @@ class Named(nn.Module):
 
 
 class Layers(nn.Module):
-    """Blocks under one `name` or another, as two code bases call them."""
+    """A model whose blocks are called `name`."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -447,7 +462,7 @@ class Layers(nn.Module):
 
 
 def training(model: nn.Module) -> dict[str, Any]:
-    """What a run saves of `model` and its average."""
+    """Return a training checkpoint with the state dicts of `model` and its average."""
     averaged = torch.optim.swa_utils.AveragedModel(model)
     return {"epoch": 3, "ema": averaged.state_dict(), "model": nn.DataParallel(model).state_dict(), "lists": [W]}
 
@@ -498,10 +513,8 @@ STRICT: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[], nn.Modul
 
 
 @pytest.mark.parametrize("case", STRICT)
-def test_the_model_takes_it(tmp_path: Path, case: str) -> None:
-    """With ``strict=True``, each value under its name; where the model's own
-    ``state_dict()`` has ``_metadata``, the same versions.
-    """
+def test_the_model_loads_the_output(tmp_path: Path, case: str) -> None:
+    """The model loads the output with ``strict=True``, with equal values and the same versions in ``_metadata``."""
     make, edits, model = STRICT[case]
     state, _ = round_trip(tmp_path, make(), weights_only=True, **edits)
     wanted = model()
@@ -513,17 +526,19 @@ def test_the_model_takes_it(tmp_path: Path, case: str) -> None:
     assert {path: versions.get(path) for path in own._metadata} == dict(own._metadata)
 
 
-# Everywhere names are used
+# All places of names
 
 
 def test_twins_are_reported(tmp_path: Path) -> None:
-    """Each name that changed, in the model and in its average."""
+    """The report lists each changed name in the model and in its average."""
     _, report = round_trip(tmp_path, TWINS, add_prefix="module")
     assert {change.path for change in report.changes.names} == {"model", "ema"}
 
 
 def test_optimizers_keyed_by_names_follow(tmp_path: Path) -> None:
-    """``state``, ``params`` and ``param_names``; the same strings elsewhere are the user's data and stay."""
+    """Names in an optimizer's ``state``, ``params`` and ``param_names`` are changed. Equal texts elsewhere are data of
+    the user and are not changed.
+    """
     names = ["module.w", "module.b"]
     obj = {
         "model": dict.fromkeys(names, W),
@@ -548,7 +563,7 @@ def test_optimizers_keyed_by_names_follow(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_keyed_by_integers_is_untouched(tmp_path: Path) -> None:
-    """Its state stays; torch's ``param_names`` beside the integers follow, and torch takes it back."""
+    """An optimizer's state keyed by integers is not changed. Its ``param_names`` are, and torch loads the result."""
     net = nn.DataParallel(nn.Linear(2, 1))
     optimizer = torch.optim.AdamW(net.named_parameters())
     net(torch.ones(1, 2)).sum().backward()
@@ -565,7 +580,7 @@ def test_an_optimizer_keyed_by_integers_is_untouched(tmp_path: Path) -> None:
 
 
 def test_a_file_of_an_optimizer_alone(tmp_path: Path) -> None:
-    """Its own names serve strip and rename."""
+    """In a file that contains only an optimizer, strip and rename apply to its parameter names."""
     obj = {"state": {"module.w": {"step": 1}}, "param_groups": [{"params": ["module.w", "b"]}]}
     stripped, report = round_trip(tmp_path, obj, strip_prefix="module")
     assert stripped == {"state": {"w": {"step": 1}}, "param_groups": [{"params": ["w", "b"]}]}
@@ -575,7 +590,7 @@ def test_a_file_of_an_optimizer_alone(tmp_path: Path) -> None:
 
 
 def test_shared_metadata_is_edited_once(tmp_path: Path) -> None:
-    """A shallow copy shares ``_metadata`` with its original."""
+    """If two state dicts share ``_metadata``, it is edited once and stays shared."""
     state = nn.DataParallel(nn.DataParallel(nn.Linear(1, 1))).state_dict()
     twin = copy.copy(state)
     assert twin._metadata is state._metadata
@@ -586,8 +601,8 @@ def test_shared_metadata_is_edited_once(tmp_path: Path) -> None:
     )
 
 
-def test_names_change_names_alone(fixtures: Path, tmp_path: Path) -> None:
-    """A prefix leaves every tag as it is."""
+def test_changes_of_names_keep_the_tags(fixtures: Path, tmp_path: Path) -> None:
+    """A change of names does not change the location tags."""
     ckptconv.convert(fixtures / "two_gpus.pt", tmp_path / "a.pt", add_prefix="module")
     assert Counter(tags_of(tmp_path / "a.pt")[1]) == {"cuda:0": 7, "cuda:1": 4}
 
@@ -597,7 +612,7 @@ def test_names_change_names_alone(fixtures: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "cuda0", "two_gpus", "dataparallel", "tied", "resnet18", "training"])
 def test_to_cpu_is_what_torch_loads(fixtures: Path, tmp_path: Path, name: str) -> None:
-    """The output, loaded as it is, equals the input loaded with ``map_location='cpu'``."""
+    """The output equals the input that is loaded with ``map_location='cpu'``."""
     ckptconv.convert(fixtures / f"{name}.pt", tmp_path / "x.pt", map_location="cpu")
     expected = torch.load(fixtures / f"{name}.pt", map_location="cpu", weights_only=False)
     assert_same(torch.load(tmp_path / "x.pt", weights_only=False), expected)
@@ -618,7 +633,7 @@ def test_to_cpu_is_what_torch_loads(fixtures: Path, tmp_path: Path, name: str) -
     ],
 )
 def test_tags_in_the_file(fixtures: Path, tmp_path: Path, map_location: Any, tags: dict[str, int]) -> None:
-    """torch reads the tags that were asked for, and the same tensors."""
+    """The output contains the requested location tags and equal tensors."""
     ckptconv.convert(fixtures / "two_gpus.pt", tmp_path / "x.pt", map_location=map_location)
     state, found = tags_of(tmp_path / "x.pt")
     assert Counter(found) == tags
@@ -626,7 +641,7 @@ def test_tags_in_the_file(fixtures: Path, tmp_path: Path, map_location: Any, tag
 
 
 def test_ties_stay_tied(fixtures: Path, tmp_path: Path) -> None:
-    """One storage under two names moves once."""
+    """The storage of a tied tensor is moved once, and the tensors stay tied."""
     report = ckptconv.convert(fixtures / "tied.pt", tmp_path / "x.pt", map_location="cuda:1")
     state, tags = tags_of(tmp_path / "x.pt")
     assert tags == ["cuda:1"]
@@ -635,8 +650,8 @@ def test_ties_stay_tied(fixtures: Path, tmp_path: Path) -> None:
 
 
 def test_generator_states_stay_on_the_cpu(fixtures: Path, tmp_path: Path) -> None:
-    """``--to cuda:1`` of a training checkpoint: both states on the CPU and in the report; everything else moves,
-    ``args`` says what it said.
+    """With ``map_location='cuda:1'``, generator states stay on the CPU and are listed in the report. Other tensors
+    move, and a device in ``args`` is not changed.
     """
     report = ckptconv.convert(fixtures / "training.pt", tmp_path / "x.pt", map_location="cuda:1")
     tags: dict[int, str] = {}
@@ -670,14 +685,14 @@ KEPT = ["rng_state/cpu", "rng_state/cuda"]
 def test_maps_keep_generator_states(
     fixtures: Path, tmp_path: Path, map_location: Any, kept: list[str], tags: dict[str, int]
 ) -> None:
-    """A map and a function too; but who says any means any."""
+    """A mapping or a function keeps generator states on the CPU. A rule for ``any`` moves them."""
     report = ckptconv.convert(fixtures / "training.pt", tmp_path / "x.pt", map_location=map_location)
     assert report.changes.rng_states == kept
     assert Counter(tags_of(tmp_path / "x.pt")[1]) == tags
 
 
 def test_a_strayed_generator_state_comes_back(tmp_path: Path) -> None:
-    """Someone's string ``map_location`` has put it on a GPU: ``--to`` anything puts it where torch can use it."""
+    """A generator state that is on a GPU moves to the CPU, because torch can use it only there."""
     obj = {"rng": torch.get_rng_state(), "w": [W]}
     _, report = round_trip(tmp_path, obj, tags=["cuda:0"], map_location="cuda:1")
     assert tags_of(tmp_path / "dst.pt")[1] == ["cpu", "cuda:1"]
@@ -685,8 +700,8 @@ def test_a_strayed_generator_state_comes_back(tmp_path: Path) -> None:
 
 
 def test_the_users_own_strings_and_devices_stay(tmp_path: Path) -> None:
-    """torch writes one ``'cpu'`` for every tag and for the user's data alike; only tags are tags, and no
-    ``torch.device`` is one.
+    """torch pickles one text ``'cpu'`` for location tags and for data of the user. Only the location tags change, and a
+    ``torch.device`` does not.
     """
     name = "module.w"
     obj = {
@@ -708,7 +723,7 @@ def test_the_users_own_strings_and_devices_stay(tmp_path: Path) -> None:
 
 
 def test_a_map_that_matches_nothing_is_noted(fixtures: Path, tmp_path: Path) -> None:
-    """A note for each such rule, none for one that a more specific rule leaves nothing to do."""
+    """A rule that matches no tensor is noted, unless a more specific rule applies to its tensors."""
     rules = {"cuda:5": "cpu", "xpu": "cpu", "cuda:0": "cuda:1", "cuda": "cpu", "any": "cpu"}
     report = ckptconv.convert(fixtures / "cuda0.pt", tmp_path / "x.pt", map_location=rules)
     assert [note for note in report.notes if "mapping" in note] == [
@@ -719,7 +734,7 @@ def test_a_map_that_matches_nothing_is_noted(fixtures: Path, tmp_path: Path) -> 
 
 
 def test_nothing_to_do_changes_nothing(fixtures: Path, tmp_path: Path) -> None:
-    """The devices that are there already: no change in the report, the same object."""
+    """If all tensors are on the requested device, the report contains no change, and the object is the same."""
     report = ckptconv.convert(fixtures / "cuda0.pt", tmp_path / "x.pt", map_location="gpu")
     assert (report.changes.devices, report.changes.names) == ({}, [])
     assert_same(tags_of(tmp_path / "x.pt"), tags_of(fixtures / "cuda0.pt"))

@@ -1,4 +1,6 @@
-"""``--dtype`` of quantized weights: every layout against a reference in NumPy, and what is refused."""
+"""Tests of ``--dtype`` for quantized weights. Every layout is compared with a reference in NumPy, and invalid scales
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +28,25 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 def reference(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Each number of the matrices `codes` times the scale of its block, in float32, rounded once."""
+    """Return the matrices `codes`, multiplied by the scale of each block in float32, as `dtype`."""
     rows, columns = codes.shape[-2:]
     spread = np.repeat(np.repeat(scales, block[0], -2)[..., :rows, :], block[1], -1)[..., :columns]
     return torch.from_numpy(codes * spread.astype(np.float32)).to(dtype)
 
 
 def pairs(packed: torch.Tensor) -> np.ndarray:
-    """The two numbers of each byte, the one in the low bits first."""
+    """Return the two numbers of each byte. The number in the low bits is the first."""
     data = packed.numpy()
     return np.stack([E2M1[data & 15], E2M1[data >> 4]], -1).reshape(*data.shape[:-1], -1)
 
 
 def codes(*shape: int) -> torch.Tensor:
-    """Random bytes: with NaN and, of scales, zero."""
+    """Return random bytes."""
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
 def scales(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Random scales with NaN, infinities and zeros."""
+    """Return random scales with NaN, infinities and zeros."""
     made = torch.randn(shape)
     odd = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan])
     made.view(-1)[::7] = odd[torch.arange(len(made.view(-1)[::7])) % 4]
@@ -52,14 +54,14 @@ def scales(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def converted(folder: Path, model: dict[str, torch.Tensor], dtype: Any, **options: Any) -> dict[str, torch.Tensor]:
-    """What is in the output for `model`."""
+    """Save `model`, convert it to `dtype`, and return the tensors of the output."""
     save_file(model, folder / "src.safetensors")
     ckptconv.convert(folder / "src.safetensors", folder / "dst.safetensors", dtype=dtype, force=True, **options)
     return load_file(folder / "dst.safetensors")
 
 
 def assert_equal(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Two tensors are equal, zeros have equal signs, and NaN stands where NaN stands."""
+    """Assert that two tensors are equal, with equal signs of zeros and with NaN at the same positions."""
     assert (a.shape, a.dtype) == (b.shape, b.dtype)
     assert torch.equal(a.isnan(), b.isnan())
     kept = ~a.isnan()
@@ -69,7 +71,9 @@ def assert_equal(a: torch.Tensor, b: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(128, 128), (192, 300), (129, 257), (1, 1), (5, 3000), (3, 130, 260), (2049, 1031)])
 def test_blocks(shape: tuple[int, ...], dtype: torch.dtype, tmp_path: Path) -> None:
-    """Blocks of 128×128, of which the last can be smaller, in matrices and stacks of matrices."""
+    """Weights with a scale for each block of 128×128 numbers are converted. The last blocks may be smaller, and weights
+    may be stacks of matrices.
+    """
     weight, scale = codes(*shape), scales(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
     model = {"a.weight": weight.view(torch.float8_e4m3fn), "a.weight_scale_inv": scale, "a.bias": torch.rand(4)}
     found = converted(tmp_path, model, dtype)
@@ -80,8 +84,10 @@ def test_blocks(shape: tuple[int, ...], dtype: torch.dtype, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (1,), (70, 1), (70,), (1, 90)])
-def test_a_tensor_a_row_or_a_column(shape: tuple[int, ...], kind: torch.dtype, tmp_path: Path) -> None:
-    """One scale is for the tensor, a row or a column; the scale of the inputs goes with it."""
+def test_scales_of_tensors_rows_and_columns(shape: tuple[int, ...], kind: torch.dtype, tmp_path: Path) -> None:
+    """Weights with one scale for the tensor, or for each row or column, are converted. The scale of the inputs is
+    removed too.
+    """
     weight, scale = codes(70, 90), scales(*shape, dtype=kind)
     full = scale.float().numpy().reshape(-1, 1) if len(shape) < 2 else scale.float().numpy()
     block = (70 // full.shape[0], 90 // full.shape[1])
@@ -97,7 +103,7 @@ def test_a_tensor_a_row_or_a_column(shape: tuple[int, ...], kind: torch.dtype, t
 
 @pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale"])
 def test_powers_of_two(name: str, tmp_path: Path) -> None:
-    """A scale of a byte is an exponent: of blocks of 128×128, or of 32 numbers of a row."""
+    """A scale of one byte is an exponent. It applies to a block of 128×128 numbers, or to 32 numbers of a row."""
     weight, exponents = codes(130, 256), codes(130, 8)
     power = np.ldexp(np.float32(1), exponents.numpy().astype(int) - 127)
     model = {"a.weight": weight.view(torch.float8_e4m3fn), f"a.{name}": exponents}
@@ -114,7 +120,9 @@ def test_powers_of_two(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_nvfp4(dtype: torch.dtype, tmp_path: Path) -> None:
-    """compressed-tensors divides the scale by the global scale, and ModelOpt multiplies it by the second one."""
+    """NVFP4 weights are converted. compressed-tensors divides the scale by the global scale, and ModelOpt multiplies it
+    by the second scale.
+    """
     packed, scale, second = codes(33, 40), codes(33, 5), torch.tensor([3.7])
     numbers, of_16, float8 = pairs(packed), E4M3[scale.numpy()], scale.view(torch.float8_e4m3fn)
     model = {
@@ -133,7 +141,9 @@ def test_nvfp4(dtype: torch.dtype, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [7, 4096])
 def test_mxfp4(rows: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Powers of two for 32 numbers. The experts of gpt-oss are transposed, in windows that end within a row."""
+    """MXFP4 weights, with an exponent for 32 numbers, are converted. The experts of gpt-oss are transposed, also if
+    they are read in parts that end within a row.
+    """
     packed, exponents = codes(2, rows, 9, 16), torch.randint(0, 255, (2, rows, 9), dtype=torch.uint8)
     power = np.ldexp(np.float32(1), exponents.numpy().astype(int) - 127)
     want = reference(pairs(packed.flatten(2)), power, (1, 32), dtype)
@@ -145,7 +155,7 @@ def test_mxfp4(rows: int, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_exponents_that_float32_lacks(tmp_path: Path) -> None:
-    """2**128 times half a number is a number, for gpt-oss."""
+    """An exponent of 2**128, which float32 lacks, gives a number if the code is 0.5, as in gpt-oss."""
     packed = torch.full((1, 1, 1, 16), 0x10, dtype=torch.uint8)
     found = converted(
         tmp_path, {"up_blocks": packed, "up_scales": torch.full((1, 1, 1), 255, dtype=torch.uint8)}, "fp32"
@@ -154,7 +164,7 @@ def test_exponents_that_float32_lacks(tmp_path: Path) -> None:
 
 
 def quantized() -> dict[str, torch.Tensor]:
-    """A weight in blocks of 128×128, and another one of the same shape."""
+    """Return two weights in blocks of 128×128 numbers with their scales, and another weight."""
     return {
         "a.weight": codes(200, 300).view(torch.float8_e4m3fn),
         "a.weight_scale_inv": torch.rand(2, 3),
@@ -165,14 +175,16 @@ def quantized() -> dict[str, torch.Tensor]:
 
 
 def wanted(model: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """The values of a weight of :func:`quantized`."""
+    """Return the expected values of the weight `name` of :func:`quantized` in bfloat16."""
     numbers = E4M3[model[name].view(torch.uint8).numpy()]
     return reference(numbers, model[f"{name}_scale_inv"].numpy(), (128, 128), torch.bfloat16)
 
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_set_with_its_configuration(copied: bool, tmp_path: Path) -> None:
-    """A scale may be in another shard. The index has no scales, and a copied config.json no quantization."""
+    """The scale of a weight may be in another shard. The new index contains no scales, and a copied ``config.json`` no
+    quantization.
+    """
     model, src, dst = quantized(), tmp_path / "src", tmp_path / "dst"
     src.mkdir()
     names = [["a.weight", "b.weight_scale_inv"], ["a.weight_scale_inv", "b.weight", "c.weight"]]
@@ -199,15 +211,15 @@ def test_a_set_with_its_configuration(copied: bool, tmp_path: Path) -> None:
 
 
 def test_the_report(tmp_path: Path) -> None:
-    """It says what was done, how often, and which tensors went."""
+    """The report contains the layout, the number of weights and bytes, and the removed scales."""
     save_file(quantized(), tmp_path / "src.safetensors")
     report: Report = ckptconv.convert(tmp_path / "src.safetensors", tmp_path / "dst.safetensors", dtype="bf16")
     assert tuple(report.changes.dtypes["fp8 in blocks of 128×128", "bfloat16"]) == (2, 2 * (60000 + 24), 240000)
     assert {left.path for left in report.left_behind} == {"a.weight_scale_inv", "b.weight_scale_inv"}
 
 
-def test_only_what_a_glob_names(tmp_path: Path) -> None:
-    """Other weights stay quantized, and a note says so."""
+def test_a_glob_selects_weights(tmp_path: Path) -> None:
+    """If a glob selects a weight, the other weights stay quantized."""
     model = quantized()
     found = converted(tmp_path, model, "a.*=bf16")
     assert_equal(found["a.weight"], wanted(model, "a.weight"))
@@ -217,7 +229,7 @@ def test_only_what_a_glob_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".pt", ".bin"])
 def test_torch_files(suffix: str, tmp_path: Path) -> None:
-    """A file of torch keeps the device and the ties, and its checksums are verified."""
+    """In a torch file, tied weights stay tied, and ``verify=True`` compares the checksums."""
     model = quantized()
     model["tied.weight"], model["tied.weight_scale_inv"] = model["a.weight"], model["a.weight_scale_inv"]
     torch.save(model, tmp_path / f"src{suffix}")
@@ -228,7 +240,7 @@ def test_torch_files(suffix: str, tmp_path: Path) -> None:
 
 
 def test_a_wrong_checksum(tmp_path: Path) -> None:
-    """A flipped bit in a scale is found, as in every record."""
+    """A flipped bit in a scale is found by its checksum."""
     model = {"a.weight": codes(200, 300).view(torch.float8_e4m3fn), "a.weight_scale_inv": torch.rand(2, 3)}
     torch.save(model, tmp_path / "src.pt")
     data = (tmp_path / "src.pt").read_bytes()
@@ -238,7 +250,7 @@ def test_a_wrong_checksum(tmp_path: Path) -> None:
 
 
 def refused(folder: Path, model: dict[str, torch.Tensor], config: object = None) -> str:
-    """The error for `model` with `config` beside it."""
+    """Return the error for `model` with the quantization config `config` next to it."""
     save_file(model, folder / "src.safetensors")
     if config is not None:
         (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
@@ -268,7 +280,7 @@ LONE = "a weight has no scale, or a scale has no weight"
     ],
 )  # fmt: skip
 def test_scales_that_lie(changes: dict[str, Any], config: Any, expected: str, tmp_path: Path) -> None:
-    """A scale that is missing, has another shape or dtype, or is of another weight."""
+    """A scale that is missing, has the wrong shape or dtype, or has no weight is refused."""
     model = {name: value for name, value in (quantized() | changes).items() if value is not None}
     if "a.weight_packed" in changes:
         del model["a.weight"], model["a.weight_scale_inv"]
@@ -276,7 +288,9 @@ def test_scales_that_lie(changes: dict[str, Any], config: Any, expected: str, tm
 
 
 def test_two_readings(tmp_path: Path) -> None:
-    """A grid that two layouts have is refused without a configuration, and read by the block that this has."""
+    """If the shape of the scales fits two layouts, the weight is refused, or read with the blocks of
+    ``config.json``.
+    """
     weight = codes(128, 256)
     model = {"a.weight": weight.view(torch.float8_e4m3fn), "a.weight_scale": scales(1, 2)}
     found = converted(tmp_path, model, "bf16")["a.weight"]
@@ -299,7 +313,7 @@ def test_two_readings(tmp_path: Path) -> None:
     ],
 )
 def test_layouts_of_other_programs(name: str, layout: str, program: str, tmp_path: Path) -> None:
-    """They stay as they are, and a note names the program that decodes them."""
+    """Layouts of other programs are kept, and a note names the program that decodes them."""
     model = {name: torch.ones(4, 4, dtype=torch.int32), "a.scales": torch.rand(4), "b.weight": torch.rand(4)}
     save_file(model, tmp_path / "src.safetensors")
     report = ckptconv.convert(tmp_path / "src.safetensors", tmp_path / "dst.safetensors", dtype="bf16")
@@ -308,7 +322,7 @@ def test_layouts_of_other_programs(name: str, layout: str, program: str, tmp_pat
 
 
 def test_integers_with_scales(tmp_path: Path) -> None:
-    """The same of 8-bit integers, as compressed-tensors writes them."""
+    """8-bit integers with scales, as compressed-tensors writes them, are kept with a note."""
     model = {"a.weight": codes(4, 4).view(torch.int8), "a.weight_scale": torch.rand(4, 1), "b.weight": torch.rand(4)}
     save_file(model, tmp_path / "src.safetensors")
     report = ckptconv.convert(tmp_path / "src.safetensors", tmp_path / "dst.safetensors", dtype="bf16")
@@ -319,7 +333,7 @@ def test_integers_with_scales(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_hundred_scales_that_lie(seed: int, tmp_path: Path) -> None:
-    """Scales of odd shapes, dtypes and names are refused, or give what the block that fits gives, never bare codes."""
+    """Weights with random scales are refused, kept as they are, or multiplied by the scales of a fitting block size."""
     random, outcomes = Random(seed), Counter[str]()
     torch.manual_seed(seed)
     for _ in range(50):
@@ -337,7 +351,7 @@ def test_a_hundred_scales_that_lie(seed: int, tmp_path: Path) -> None:
         except ckptconv.RefusedError:
             outcomes["refused"] += 1
             continue
-        if found.dtype == torch.float8_e4m3fn:  # no scale was found, and the report says that it is not cast
+        if found.dtype == torch.float8_e4m3fn:  # no scale was found, so the weight is not cast
             assert name in ("other", "wieght_scale")
             outcomes["kept"] += 1
             continue
@@ -351,8 +365,8 @@ def test_a_hundred_scales_that_lie(seed: int, tmp_path: Path) -> None:
     assert min(outcomes.values()) > 4 and len(outcomes) == 3, outcomes
 
 
-def test_a_mark_of_comfyui(tmp_path: Path) -> None:
-    """The tensor that says that there are scales goes with them."""
+def test_the_mark_of_comfyui(tmp_path: Path) -> None:
+    """The tensor with which ComfyUI marks scaled weights is removed with the scales."""
     model = {
         "model.scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn),
         "model.a.weight": codes(4, 4).view(torch.float8_e4m3fn),
@@ -363,7 +377,7 @@ def test_a_mark_of_comfyui(tmp_path: Path) -> None:
 
 
 def test_inspect_shows_layouts(tmp_path: Path) -> None:
-    """The layout and the logical number of parameters, without the scales."""
+    """`inspect` shows the layouts and the logical number of parameters, without the scales."""
     model = quantized() | {"d.weight_packed": codes(4, 32), "d.weight_scale": codes(4, 2)}
     save_file(model, tmp_path / "src.safetensors")
     (state_dict,) = ckptconv.inspect(tmp_path / "src.safetensors").state_dicts
@@ -375,11 +389,13 @@ def test_inspect_shows_layouts(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is shown as what it is, counts with its logical shape, and the error names the call that makes safetensors."""
+    """`inspect` shows the layout of a torchao tensor and counts its logical parameters. The error of a safetensors
+    conversion suggests torchao's function.
+    """
     module = types.ModuleType("torchao.quantization")
 
     class Int8Tensor(torch.Tensor):
-        """A tensor around others, as torchao's are."""
+        """A tensor that contains other tensors, like those of torchao."""
 
         @staticmethod
         def __new__(cls, qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -405,7 +421,7 @@ def test_a_tensor_of_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_diff_compares_values(tmp_path: Path) -> None:
-    """A quantized file and its source differ by the rounding, in either order, and the scales are not listed."""
+    """`diff` compares a quantized file with its source by value, in either order. It does not list the scales."""
     real = torch.randn(200, 300)
     scale = torch.full((2, 3), 0.01)
     model = {"a.weight": (real / 0.01).to(torch.float8_e4m3fn), "a.weight_scale_inv": scale}
@@ -425,7 +441,9 @@ def test_diff_compares_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("moved", "most"), [(0.0, 0.5), (4.0, 4.25)])
 def test_diff_counts_steps(moved: float, most: float, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Rounding to the nearest code is at most half a step away from the source, in either order."""
+    """`diff` reports differences in steps of the quantization. Rounding to the nearest code gives at most half
+    a step.
+    """
     real = (torch.randn(200, 300) * 0.3).clamp(-0.8, 0.8).to(dtype)
     scale = torch.full((2, 3), 2.0**-9)
     model = {"a.weight": (real.float() / scale[0, 0]).to(torch.float8_e4m3fn), "a.weight_scale_inv": scale}

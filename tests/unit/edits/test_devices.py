@@ -1,4 +1,4 @@
-"""The grammar of ``--to``, ``--map`` and ``map_location``: which tag becomes which."""
+"""Tests of the rules of ``--to``, ``--map`` and ``map_location``: the new location tag of each old one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAGS = ("cpu", "cuda:0", "cuda:1", "cuda:7", "mps", "xpu:1", "hpu", "meta", "odd
 
 
 def became(*wishes: Any, rng: bool = False) -> dict[str, str]:
-    """Those of TAGS that become others, and what."""
+    """Return the location tags in TAGS that the rules change, with their new tags."""
     devices = to_devices(*wishes)
     return {tag: new for tag in TAGS if (new := devices.new_tag(tag, rng=rng)) != tag}
 
@@ -47,7 +47,7 @@ def became(*wishes: Any, rng: bool = False) -> dict[str, str]:
     ],
 )
 def test_a_bare_device_is_the_target_of_all(text: str, tag: str) -> None:
-    """``--to`` sends every tag to one device, whatever its index was; ``cuda`` is the first GPU."""
+    """A device that is given without OLD is the target of every tag, whatever its index. ``cuda`` is the first GPU."""
     devices = to_devices(text)
     assert {devices.new_tag(old) for old in TAGS} == {tag}
 
@@ -88,8 +88,8 @@ def test_a_bare_device_is_the_target_of_all(text: str, tag: str) -> None:
     ],
 )
 def test_refused_targets(text: str) -> None:
-    """What no tensor can be sent to, or what torch's own parser would take for another device,
-    is a usage error, as target and as NEW.
+    """A device that tensors cannot be moved to, or that torch would parse as another one, is a usage error. This
+    applies to the target and to NEW in a rule.
     """
     with pytest.raises(UsageError):
         parse_target(text)
@@ -99,7 +99,7 @@ def test_refused_targets(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "why"), [("xla:0", "no tag"), ("vulkan", "no tag"), ("meta", "no data")])
 def test_refusals_say_why(text: str, why: str) -> None:
-    """A device that torch knows but cannot restore is refused with the reason and another one to try."""
+    """A device that torch knows but cannot restore is refused with a reason and a suggestion."""
     with pytest.raises(UsageError, match=f"{why}.*--to cpu"):
         parse_target(text)
 
@@ -127,8 +127,8 @@ def test_refusals_say_why(text: str, why: str) -> None:
     ],
 )
 def test_one_rule(wish: str, expected: dict[str, str]) -> None:
-    """OLD is a tag, a family, gpu (all but cpu and meta, known or not) or any; NEW without an
-    index keeps the old one, else takes 0.
+    """OLD is a tag, a family, ``gpu`` (every device except cpu and meta) or ``any``. NEW without an index keeps the old
+    index, or uses 0.
     """
     assert became(wish) == expected
     old, new = wish.split("=")
@@ -139,13 +139,15 @@ def test_one_rule(wish: str, expected: dict[str, str]) -> None:
     ("old", "new"),
     [("cuda:300", "xpu:0"), ("my_backend:2", "xpu:2"), ("gpu9:4", "xpu:4"), ("cuda:01", "xpu:0"), ("a:b", "xpu:0")],
 )
-def test_which_index_is_kept(old: str, new: str) -> None:
-    """The index of any backend's tag, as long as torch could hold it."""
+def test_kept_indexes(old: str, new: str) -> None:
+    """The index of any backend's tag is kept if torch supports it."""
     assert to_devices("any=xpu").new_tag(old) == new
 
 
 def test_most_specific_wins_in_any_order() -> None:
-    """A tag before a family, a family before gpu, gpu before any, and ``--to`` for what nothing matched."""
+    """The most specific rule applies: a tag before a family, a family before ``gpu``, and ``gpu`` before ``any``. The
+    target applies to tags without a rule.
+    """
     rules = ("cuda:1=xpu:7", "cuda=npu", "gpu=mps", "any=hpu:2")
     expected = {
         "cpu": "hpu:2",
@@ -173,8 +175,8 @@ def test_most_specific_wins_in_any_order() -> None:
     }
 
 
-def test_all_at_once_so_swaps_work() -> None:
-    """No rule sees what another one made."""
+def test_rules_apply_at_the_same_time() -> None:
+    """All rules apply to the old tags at the same time, so two devices can be swapped."""
     assert became("cuda:0=cuda:1", "cuda:1=cuda:0") == {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}
     assert became("cuda=cpu", "cpu=cuda:7") == {"cpu": "cuda:7", "cuda:0": "cpu", "cuda:1": "cpu", "cuda:7": "cpu"}
 
@@ -203,20 +205,20 @@ def test_all_at_once_so_swaps_work() -> None:
     ],
 )
 def test_contradictions(wishes: tuple[Any, ...]) -> None:
-    """The same OLD twice however it is spelt, two targets, half a rule, a function beside anything
-    else: usage errors.
+    """Two rules for the same OLD in any spelling, two targets, an incomplete rule, or a function with another rule are
+    usage errors.
     """
     with pytest.raises(UsageError):
         to_devices(*wishes)
 
 
-def test_a_tag_and_its_family_are_no_contradiction() -> None:
-    """Nor are gpu and cuda: one is all that is no cpu, the other a family."""
+def test_a_tag_and_its_family_do_not_contradict() -> None:
+    """A tag and its family, or ``gpu`` and a family, can have different rules."""
     assert became("cuda:0=cpu", "cuda=cuda:7", "gpu=xpu:1")["hpu"] == "xpu:1"
 
 
 def test_torch_device_objects() -> None:
-    """``torch.device`` serves wherever its string does."""
+    """A ``torch.device`` can be used instead of its text."""
     assert became(torch.device("cuda", 1)) == became("cuda:1")
     assert became(torch.device("cuda")) == became("cuda")
     mapping = {torch.device("cuda:0"): torch.device("cpu"), torch.device("cpu"): torch.device("mps")}
@@ -225,8 +227,8 @@ def test_torch_device_objects() -> None:
         to_devices(torch.device("meta"))
 
 
-def test_nothing_said_changes_nothing() -> None:
-    """None and an empty mapping are falsy and keep every tag."""
+def test_no_rules() -> None:
+    """None and empty mappings give rules that are false and keep every tag."""
     for wishes in ((), (None,), ({},), (None, {})):
         assert not to_devices(*wishes)
         assert became(*wishes) == {}
@@ -262,16 +264,15 @@ class Sender:
     ],
 )
 def test_functions_from_tag_to_tag(function: Callable[[str], str], expected: dict[str, str]) -> None:
-    """Called with each tag, unknown ones too, which it may hand back; builtins and partials serve.
-
-    It says what a mapping would.
+    """A function is called with each tag, also an unknown one, and may return the tag itself. Partial functions and
+    builtins are accepted.
     """
     assert became(function) == expected
     assert became(dict(expected)) == expected
 
 
 def test_a_function_cannot_invent_a_device() -> None:
-    """What it returns is checked like any other target, unless it is the tag itself."""
+    """The result of a function must be a valid target or the tag itself."""
     with pytest.raises(UsageError):
         became(lambda tag: "disk")
     with pytest.raises(UsageError):
@@ -280,7 +281,9 @@ def test_a_function_cannot_invent_a_device() -> None:
 
 @pytest.mark.parametrize("function", [lambda storage, tag: storage, lambda: "cpu", lambda tag, *, needed: tag])
 def test_torchs_two_argument_callable_is_a_type_error(function: Any) -> None:
-    """There is no storage to pass; the error says what to pass instead, before any file is opened."""
+    """A function with torch's two arguments is refused before a file is opened, because there is no storage to pass.
+    The error suggests a function of one argument.
+    """
     with pytest.raises(TypeError, match=r"one argument.*lambda tag: 'cpu'"):
         to_devices(function)
     with pytest.raises(TypeError, match="lambda tag"):
@@ -292,7 +295,7 @@ def test_torchs_two_argument_callable_is_a_type_error(function: Any) -> None:
 
 @pytest.mark.parametrize("to", ["cpu", "gpu", "cuda:1", "mps", "xpu:3"])
 def test_a_target_sends_generator_states_to_the_cpu(to: str) -> None:
-    """``--to`` anything: torch takes them from the CPU alone."""
+    """A target moves generator states to the CPU, because torch accepts them only there."""
     devices = to_devices(to)
     assert {devices.new_tag(tag, rng=True) for tag in TAGS} == {"cpu"}
 
@@ -300,13 +303,13 @@ def test_a_target_sends_generator_states_to_the_cpu(to: str) -> None:
 @pytest.mark.parametrize(
     ("wishes", "tag", "new"),
     [
-        # a map never moves one off the CPU, but for ``any``, whose name says it, whatever ``--to`` says
+        # a rule does not move a state off the CPU, except a rule for ``any``, also with a target
         *((wish, "cpu", "cpu") for wish in (["cpu=gpu"], ["cpu:0=mps"], ["gpu=xpu:1"], ["cuda:0=cuda:1"])),
         ([lambda tag: "cuda:0"], "cpu", "cpu"),
         (["any=cuda:1"], "cpu", "cuda:1"),
         ([{"*": "cuda:1"}], "cpu", "cuda:1"),
         (["any=cuda:1", "cpu"], "cpu", "cuda:1"),
-        # one that stands on a GPU follows the rules like everything else, and ``--to`` fetches it where no rule does
+        # a state on a GPU follows the rules, and a target moves it to the CPU if no rule matches
         (["cuda=cpu"], "cuda:1", "cpu"),
         (["cuda:1=xpu:1", "mps"], "cuda:1", "xpu:1"),
         (["cuda:1=xpu:1", "mps"], "cuda:0", "cpu"),
@@ -314,7 +317,7 @@ def test_a_target_sends_generator_states_to_the_cpu(to: str) -> None:
     ],
 )
 def test_maps_of_generator_states(wishes: list[Any], tag: str, new: str) -> None:
-    """They stay on the CPU, and a strayed one comes back."""
+    """Rules keep generator states on the CPU, and apply to states on other devices."""
     assert to_devices(*wishes).new_tag(tag, rng=True) == new
 
 
@@ -328,12 +331,12 @@ devices = st.builds(
 
 
 @given(st.dictionaries(devices, devices, max_size=5), devices)
-def test_what_comes_out_is_a_tag_that_torch_writes(mapping: Mapping[str, str], old: str) -> None:
-    """A new tag is ``cpu``, ``mps`` or ``family:index``; its own target is itself."""
+def test_new_tags_are_valid(mapping: Mapping[str, str], old: str) -> None:
+    """A new tag is ``cpu``, ``mps`` or ``family:index``, and as a target it gives itself."""
     try:
         rules = to_devices(mapping)
     except UsageError:
-        return  # mps:1, or cpu and cpu:0
+        return  # invalid rules, such as mps:1, or both cpu and cpu:0
     new = rules.new_tag(old)
     if new != old:
         assert new in ("cpu", "mps") or new.rpartition(":")[2].isdecimal()

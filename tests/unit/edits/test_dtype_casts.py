@@ -1,5 +1,5 @@
-"""``--dtype``: the output is what a plain torch program makes of the input, whatever the containers, whoever shares
-what; and what is refused, kept or named.
+"""Tests of ``--dtype``. The output equals the result of a plain torch program, for all containers, views and ties.
+Tensors that are not cast are named with the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests.support.round_trips import round_trip
 from tests.support.sampled import sampled
 
 COMPLEX = {"complex32", "bcomplex32", "complex64", "complex128"}
-#: What a glob means; of this the strided floats are cast, and the rest is named.
+#: The dtypes that a glob matches. Strided floats of these dtypes are cast, and other tensors are named in the report.
 MEANT = FLOATS | COMPLEX | {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
 
 
@@ -55,7 +55,7 @@ MEANT = FLOATS | COMPLEX | {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
 
 @dataclass(eq=False)
 class Found:
-    """A tensor: where it stands, its `name` where that is in a state dict."""
+    """A tensor with its path, and with its `name` if it is in a state dict."""
 
     path: str
     name: str | None
@@ -68,7 +68,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common that are one tensor."""
+    """Return the properties that are equal if two tensor objects are one tensor."""
     return (
         tensor.untyped_storage()._cdata,
         tensor.storage_offset(),
@@ -81,7 +81,9 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def tensors_in(obj: Any) -> Iterator[Found]:
-    """Every place of `obj` in which there is a tensor; of containers, the first place counts."""
+    """Yield every place of a tensor in `obj`. The contents of a shared container are yielded only for its first
+    place.
+    """
     seen: set[int] = set()
 
     def walk(value: Any, path: str, name: str | None, in_optimizer: bool) -> Iterator[Found]:
@@ -114,16 +116,18 @@ def is_state_dict(value: dict[Any, Any]) -> bool:
 
 
 class Contradiction(Exception):
-    """The rules cannot be followed."""
+    """The rules cannot be applied."""
 
 
 def includes(glob: str, other: str) -> bool:
-    """Whether `glob` means all that `other` means, and more."""
+    """Return whether `glob` matches everything that `other` matches, and more."""
     return fnmatch.fnmatchcase(other, glob) and not fnmatch.fnmatchcase(glob, other)
 
 
 def choose(found: list[Found], rules: Sequence[str]) -> dict[tuple[Any, ...], tuple[str, bool]]:
-    """For each tensor the dtype that `rules` say, and whether a glob did. Raises Contradiction."""
+    """Return the dtype that `rules` choose for each tensor, and whether the rule has a glob or a path. Raise
+    Contradiction if the rules cannot be applied.
+    """
     has_weights = any(each.name is not None for each in found)
     offers: dict[tuple[Any, ...], list[tuple[int, str, str]]] = {}
     said: dict[str, str] = {}
@@ -162,8 +166,8 @@ def choose(found: list[Found], rules: Sequence[str]) -> dict[tuple[Any, ...], tu
 
 
 def rounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """torch's ``.to()``; NaNs in bfloat16 as its plain code has them, from float16 to float32 as its
-    vectors have them.
+    """Return the result of torch's ``.to()``. NaNs in bfloat16 are those of torch's scalar code, and NaNs from float16
+    to float32 are those of its vector code.
     """
     out = torch.cat([numbers.reshape(-1), torch.zeros(64).to(numbers.dtype)]).to(dtype)
     out = out[: numbers.numel()].clone().reshape(numbers.shape)
@@ -173,7 +177,7 @@ def rounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
-    """The bytes of the elements of `tensor`."""
+    """Return the bytes of the elements of `tensor`."""
     found: list[int] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
     return found
 
@@ -183,7 +187,7 @@ def whole(storage: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The elements that `tensor` reaches over."""
+    """Return the start and stop of the elements that `tensor` reaches."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.storage_offset(), tensor.storage_offset() + last + 1
 
@@ -199,9 +203,8 @@ def merged(views: list[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 class Program:
-    """`obj` with its storages cast, each once for each dtype, and all else as it was.
-
-    `pack`: those that are taken apart hold what their views reach over; with `compact`, all do.
+    """A copy of `obj` whose storages are cast, once for each dtype. With `pack`, a storage that is split contains only
+    the ranges of its views. With `compact`, every storage does.
     """
 
     def __init__(
@@ -218,7 +221,7 @@ class Program:
         self.memo: dict[int, Any] = {}
         self.kept = obj
         self.separated = 0
-        self.saved = 0  # bytes that no view shows
+        self.saved = 0  # bytes that no view uses
         views: dict[int, list[torch.Tensor]] = {}
         for each in {id(each.tensor): each.tensor for each in tensors_in(obj)}.values():
             views.setdefault(each.untyped_storage()._cdata, []).append(each)
@@ -243,7 +246,7 @@ class Program:
             if old.is_complex or (str(old).startswith("torch.float8") and not by_glob):
                 new = old
             if str(new).startswith("torch.float8") and identity(view) in stay:
-                new = old  # torch does not load them
+                new = old  # torch does not load such a float8
             groups.setdefault(new, []).append(view)
         self.separated += len(groups) > 1
         storage = views[0].untyped_storage()
@@ -259,7 +262,9 @@ class Program:
                 self.memo[id(view)] = self.view(view, data, ranges)
 
     def view(self, old: torch.Tensor, data: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
-        """What `old` shows of its storage, of `data`, which has `ranges` of it."""
+        """Return a view of `data` that shows the same elements as `old`. `data` contains only `ranges` of the old
+        storage.
+        """
         offset = min(old.storage_offset(), data.numel())
         if old.numel():
             offset = old.storage_offset()
@@ -293,11 +298,11 @@ class Program:
         return value
 
 
-# What is generated
+# Generated checkpoints
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _OTHERS = (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)
-#: What is made of twelve elements: all, pieces, steps, turned round, repeated, none, a scalar, overlapping with itself.
+#: Views of twelve elements: all of them, parts, steps, transposed, repeated, empty, a scalar, and overlapping.
 _VIEWS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda base: base,
     lambda base: base[2:7],
@@ -322,7 +327,7 @@ _WORDS = ("bf16", "fp16", "fp32", "fp64", "float8_e4m3fn", "F8_E5M2")
 
 
 def numbers(chance: random.Random, dtype: torch.dtype) -> torch.Tensor:
-    """Twelve elements, some of which are too large for others, or nothing."""
+    """Return twelve elements, some of which are too large for other dtypes."""
     if dtype in _DTYPES:
         some = [0.1, -0.0, 1e5, -3e38, 1 / 3, float("nan"), float("-inf"), 448.5, 1e-8, 65519.0, 7.0, -1.5]
         return torch.tensor(chance.sample(some, 12), dtype=torch.float64).to(dtype)
@@ -347,7 +352,9 @@ def state_dict(chance: random.Random, bases: list[torch.Tensor]) -> dict[str, An
 
 
 def checkpoint(chance: random.Random, *, others: bool) -> Any:
-    """A state dict alone, in another mapping, among what a training run saves; or no state dict at all."""
+    """Return a state dict, a state dict in another mapping, a training checkpoint, or a checkpoint without a state
+    dict.
+    """
     dtypes = chance.choices(_DTYPES, k=3) + (chance.choices(_OTHERS, k=1) if others else [torch.int64])
     bases = [numbers(chance, dtype) for dtype in dtypes]
     shape = chance.choice(["root", "nested", "training", "training", "none"])
@@ -380,8 +387,8 @@ def checkpoint(chance: random.Random, *, others: bool) -> Any:
 
 
 def rules_for(chance: random.Random, found: list[Found]) -> list[str]:
-    """Some that mean something, and now and then one that does not, or that contradicts another."""
-    words = chance.sample(_WORDS, 2)  # few, so that rules agree now and then
+    """Return rules for the tensors in `found`. Some of them match nothing or contradict each other."""
+    words = chance.sample(_WORDS, 2)  # few, so that some rules agree
     rules = [chance.choice(words)] if chance.random() < 0.8 else []
     for each in chance.sample(found, min(len(found), chance.randint(0 if rules else 1, 3))):
         globs = [each.path if "/" in each.path else f"./{each.path}", "*/" + each.path.split("/")[-1]]
@@ -422,7 +429,7 @@ def pickled(obj: Any, path: Path) -> None:
     path.write_bytes(pickle.dumps(obj, 2))
 
 
-#: What writes a source; what the source is called; whether it takes all dtypes.
+#: For each source: the function that writes it, its file name, and whether it supports all dtypes.
 SOURCES: dict[str, tuple[Callable[[Any, Path], None] | None, str, bool]] = {
     "zip": (torch.save, "src.pt", True),
     "deflated": (deflated, "src.pt", True),
@@ -437,19 +444,19 @@ TARGETS = {"pt": "dst.pt", "legacy": "dst.pt", "pickle": "dst.pkl", "safetensors
 
 
 def again(obj: Any, path: Path) -> Any:
-    """`obj` as it comes out of a file: torch gives every empty tensor a storage of its own."""
+    """Return `obj` after saving and loading. torch gives every loaded empty tensor its own storage."""
     torch.save(obj, path)
     return torch.load(path, weights_only=False)
 
 
 def assert_named(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
-    """`found`, which safetensors has, are the elements of `state`, each as the dtype that `new` has it in."""
+    """Assert that `found` contains the elements of `state`, each cast to its dtype in `new`."""
     ties: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         kept = ties.setdefault(identity(new[name]), name) if tensor.numel() else name
         wanted = rounded(tensor.detach().resolve_conj().resolve_neg().contiguous(), new[name].dtype)
         assert (found[kept].dtype, found[kept].shape) == (wanted.dtype, wanted.shape), name
-        if tensor.is_neg():  # torch keeps the sign of a NaN in a vector, and loses it at its end
+        if tensor.is_neg():  # torch keeps the sign of a NaN in vector code, and loses it in scalar code
             same = [torch.view_as_real(t) if t.is_complex() else t.double() for t in (found[kept], wanted)]
             assert torch.equal(same[0].nan_to_num(7.5), same[1].nan_to_num(7.5)), name
         else:
@@ -457,7 +464,9 @@ def assert_named(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor],
 
 
 def assert_checksums(path: Path, *, some: bool) -> None:
-    """Python's reader finds every record of a zip as its checksum says. `some`: there are checksums."""
+    """Assert that all records of a zip archive match their checksums. If `some` is false, there must be no
+    checksums.
+    """
     with zipfile.ZipFile(path) as archive:
         if some:
             assert archive.testzip() is None
@@ -465,7 +474,7 @@ def assert_checksums(path: Path, *, some: bool) -> None:
 
 
 def flat(obj: Any) -> dict[str, torch.Tensor]:
-    """The state dict in `obj` that the safetensors writer means."""
+    """Return the state dict in `obj` that is written as safetensors."""
     return obj.get("model", obj.get("state_dict", obj))
 
 
@@ -473,8 +482,8 @@ def flat(obj: Any) -> dict[str, torch.Tensor]:
 @settings(max_examples=min(settings().max_examples // 4, 300))
 @given(seed=st.integers(0, 1 << 32))
 def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str, seed: int) -> None:
-    """From every container to every other, under whatever rules: values, types, views, ties and sharing are those of a
-    program that casts each storage once; what the rules cannot mean is refused.
+    """For every pair of containers and for random rules, the output equals the result of a program that casts each
+    storage once. Rules that cannot be applied are refused.
     """
     chance = random.Random(seed)
     write, name, others = SOURCES[source]
@@ -525,7 +534,7 @@ def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str
         assert_named(load_file(dst), state, new)
         return
     report = convert()
-    program = Program(obj, chosen, pack=source != "deflated")  # what is deflated stays whole
+    program = Program(obj, chosen, pack=source != "deflated")  # deflated storages are not split
     assert len(report.changes.separated) == program.separated
     if target == "pickle":
         assert_same(pickle.loads(dst.read_bytes()), program.result)
@@ -537,21 +546,21 @@ def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str
         assert_checksums(dst, some=source != "without checksums")
 
 
-# One thing after another
+# Combinations with other edits
 
 
 def dtypes_of(obj: Any) -> list[str]:
     return [name_of(each.tensor.dtype) for each in tensors_in(obj)]
 
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
-# deprecated, once for each process.
+# torch warns once in each process that nested, quantized, compressed sparse and complex32 tensors are experimental or
+# deprecated.
 @pytest.mark.untraced
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo(name: str, tmp_path: Path) -> None:
-    """Of everything that people save, strided floats become bfloat16 wherever they stand and all else stays; what stays
-    though it was meant is named; torch loads it as before, in both ways.
+    """In every kind of checkpoint, strided floats become bfloat16 and nothing else changes. Tensors that match but are
+    not cast are named, and torch loads the output as before.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     protocol = zoo.NEEDS_PROTOCOL.get(name, 2)
@@ -617,7 +626,7 @@ def training() -> Any:
     ],
 )
 def test_with_other_edits(others: dict[str, Any], dtype: Any, tmp_path: Path) -> None:
-    """At once it is what it is one after the other: first names, parts and containers, then dtypes; tags too."""
+    """A cast with other edits gives the same output as the other edits followed by the cast."""
     zoo.save(training(), tmp_path / "src.pt", ["cuda:0", "cpu", "cuda:1"])
     suffix = "pkl" if others.get("format") == "pickle" else "pt"
     ckptconv.convert(tmp_path / "src.pt", tmp_path / f"at once.{suffix}", dtype=dtype, **others)
@@ -636,7 +645,9 @@ def test_with_other_edits(others: dict[str, Any], dtype: Any, tmp_path: Path) ->
 
 
 def test_the_order_of_rules_changes_nothing(tmp_path: Path) -> None:
-    """A rule that names one tensor beats globs wherever it stands among them, also where they contradict each other."""
+    """The order of rules does not matter. A rule for one tensor is preferred to a glob, also among globs that
+    contradict each other.
+    """
     torch.save(training()["model"], tmp_path / "src.pt")
     rules = ["bf16", "*.norm.*=fp64", "*.row=fp16", "module.*row=fp64", "module.a.row=fp32", "./module.steps=int32"]
     for i, turned in enumerate((rules, rules[::-1], sorted(rules))):
@@ -646,14 +657,14 @@ def test_the_order_of_rules_changes_nothing(tmp_path: Path) -> None:
 
 
 def trained(*, step: Any = 3.0) -> dict[str, Any]:
-    """A weight, and an optimizer's state of another."""
+    """Return a checkpoint with a weight and an optimizer state."""
     state = {0: {"m": torch.ones(2), "step": torch.tensor(step)}}
     return {"model": {"w": torch.ones(1)}, "optimizer": {"state": state, "param_groups": []}}
 
 
 WEIGHT = torch.ones(3)
 LAYERS = {f"layers.{i}.{part}": torch.ones(1) for i in range(2) for part in ("norm", "w")}
-#: What is saved, the rules, the kind of the error and what it says.
+#: The saved object, the rules, the kind of the error and its message.
 CONTRADICTIONS: dict[str, tuple[Any, Any, type[ckptconv.CkptconvError], str]] = {
     **{
         case: ({"model": {"a": torch.ones(1), "steps": torch.tensor(1)}, "epoch": 3}, rule, kind, error)
@@ -700,8 +711,8 @@ CONTRADICTIONS: dict[str, tuple[Any, Any, type[ckptconv.CkptconvError], str]] = 
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_rules_that_cannot_be_followed(case: str, tmp_path: Path) -> None:
-    """They mean nothing, or contradict each other; nothing is written."""
+def test_rules_that_cannot_be_applied(case: str, tmp_path: Path) -> None:
+    """A rule that matches nothing, or contradicts another rule, is refused, and nothing is written."""
     obj, rules, kind, error = CONTRADICTIONS[case]
     with pytest.raises(kind, match=error):
         round_trip(tmp_path, obj, dtype=rules)
@@ -716,7 +727,7 @@ AVERAGED = {"model": TIED, "ema": dict(TIED), "queue": [TIED["0.w"], torch.ones(
 
 
 class Case(NamedTuple):
-    """What is saved, the rules, the dtypes of what comes out in order, and what the report says."""
+    """The saved object, the rules, the dtypes of the output in order, and the expected report."""
 
     obj: Any
     dtype: Any
@@ -844,8 +855,8 @@ CASTS: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", CASTS)
-def test_what_rules_mean(case: str, tmp_path: Path) -> None:
-    """What is cast, what stays and is named with the reason, what goes along and is said."""
+def test_casts(case: str, tmp_path: Path) -> None:
+    """The dtypes of the output, the tensors that are not cast, and the notes are those of the table."""
     obj, rules, dtypes, not_cast, notes, others = CASTS[case]
     found, report = round_trip(tmp_path, obj, dtype=rules, **others)
     assert dtypes_of(found) == dtypes
@@ -853,9 +864,9 @@ def test_what_rules_mean(case: str, tmp_path: Path) -> None:
     assert report.notes == notes
 
 
-def test_what_overflows_is_counted(tmp_path: Path) -> None:
-    """By the paths of what is on a storage, in a small piece and in one for threads; not in bytes that no view reaches;
-    integers too. Reading back counts nothing twice.
+def test_overflows_are_counted(tmp_path: Path) -> None:
+    """The report counts the numbers that overflow by the paths of their storage, also for integers. Bytes that no view
+    uses are not counted, and ``verify`` counts nothing twice.
     """
     large = torch.zeros(100_000)
     large[[1, 50_000, 99_999]] = torch.tensor([1e5, -1e6, float("inf")])
@@ -870,7 +881,7 @@ def test_what_overflows_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_needs_no_torch(tmp_path: Path) -> None:
-    """It prints what would be cast and how large the file becomes, and torch is not imported."""
+    """A dry run computes the size of the output without importing torch."""
     torch.save(training(), tmp_path / "src.pt")
     program = (
         "import sys; from ckptconv.cli.main import main; status = main(sys.argv[1:]); assert 'torch' not in"
@@ -890,7 +901,9 @@ def test_a_dry_run_needs_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", [0, 4097, -1])
 @pytest.mark.parametrize("case", ["small", "large", "separated", "view", "unused", "upcast"])
 def test_damage_is_seen_while_casting(case: str, where: int, target: str, tmp_path: Path) -> None:
-    """One bit anywhere in a storage, in bytes that are shown, gathered, or left out: no output, no temporary."""
+    """A flipped bit in a storage is found during a cast, also in bytes that no view uses. No output or temporary file
+    is left.
+    """
     base = torch.arange(2000.0 if case == "small" else 60000.0).view(-1, 10)
     state = {
         "small": {"a": base},
@@ -910,7 +923,7 @@ def test_damage_is_seen_while_casting(case: str, where: int, target: str, tmp_pa
 
 @pytest.mark.parametrize("write", [deflated, turned_round])
 def test_damage_in_other_zips(write: Callable[[Any, Path], None], tmp_path: Path) -> None:
-    """Deflated, and with numbers that are turned round."""
+    """Damage is found in deflated archives and in big-endian archives."""
     write({"a": torch.arange(5000.0)}, tmp_path / "src.pt")
     src = tmp_path / "src.pt"
     flip_bit(src, local_header(src.read_bytes(), "src/data/0") + 500)
@@ -918,11 +931,11 @@ def test_damage_in_other_zips(write: Callable[[Any, Path], None], tmp_path: Path
     assert os.listdir(tmp_path) == ["src.pt"]
 
 
-# What no writer of torch's writes
+# Pickles that torch does not write
 
 
 def hostile(folder: Path, build: Callable[[Any], Any]) -> Path:
-    """A file with what `build` makes of a weight's storage, as its rebuild call gets it."""
+    """Save a weight, and the result of `build` for its storage. Return the path."""
     weight = torch.arange(4.0)
     storage = torch.storage.TypedStorage(wrap_storage=weight.untyped_storage(), dtype=torch.float32, _internal=True)
     return saved_at(folder / "src.pt", {"model": {"w": weight}, "x": build(storage)})
@@ -932,7 +945,7 @@ REBUILD = torch._utils._rebuild_tensor_v2
 
 
 def made_of(storage: Any, offset: int = 0) -> tuple[Any, ...]:
-    """The arguments by which two elements of a storage become a tensor."""
+    """Return the arguments that make a tensor of two elements of `storage`."""
     return storage, offset, (2,), (1,), False, OrderedDict()
 
 
@@ -950,8 +963,8 @@ def made_of(storage: Any, offset: int = 0) -> tuple[Any, ...]:
     ],
 )
 def test_references_in_odd_places_keep_the_storage(build: Callable[[Any], Any], tmp_path: Path) -> None:
-    """Calls with arguments that make no tensor, or a storage beside its tensors: the storage is neither cast nor
-    compacted, and what is written is read again; or the file is refused as it was before.
+    """If an object other than a tensor refers to a storage, the storage is neither cast nor compacted. If the file
+    cannot be converted without edits, it is refused with edits too.
     """
     src = hostile(tmp_path, build)
     try:
@@ -970,8 +983,8 @@ def test_references_in_odd_places_keep_the_storage(build: Callable[[Any], Any], 
 
 
 def test_arguments_that_are_shared(tmp_path: Path) -> None:
-    """One tuple for two calls, one of which is unknown: its storage keeps its dtype, for
-    the other call would see the change.
+    """If a tensor and an unknown call share their arguments, the storage keeps its dtype, because the call would see
+    the change.
     """
     torch.save({"model": {"w": torch.arange(4.0)}, "x": [1]}, tmp_path / "src.pt")
     with Source(tmp_path / "src.pt") as source:
@@ -985,8 +998,8 @@ def test_arguments_that_are_shared(tmp_path: Path) -> None:
         assert Views(checkpoint).used_otherwise == set(checkpoint.storages.values())
 
 
-def test_keys_that_are_taken(tmp_path: Path) -> None:
-    """A file can have a storage whose key is what a part of another one would get."""
+def test_keys_that_are_already_used(tmp_path: Path) -> None:
+    """If a storage is split, its parts get keys that the file does not use yet."""
     base = torch.arange(6.0)
     torch.save({"a": base[:3], "b": base[3:], "c": torch.ones(2), "d": torch.ones(1)}, tmp_path / "src.pt")
     records = records_of(tmp_path / "src.pt")
@@ -1007,7 +1020,7 @@ def test_keys_that_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.untraced
 def test_very_many_views_of_one_storage(tmp_path: Path) -> None:
-    """Each is looked at a few times, not once for each other one: this would take minutes."""
+    """The time for many views of one storage does not grow with the square of their number."""
     base = torch.arange(24_000.0)
     names = [f"{i % 2}.{i}" for i in range(8_000)]
     torch.save({name: base[3 * i : 3 * i + 2] for i, name in enumerate(names)}, tmp_path / "src.pt")
@@ -1018,7 +1031,7 @@ def test_very_many_views_of_one_storage(tmp_path: Path) -> None:
     assert found["1.7999"].untyped_storage().nbytes() == found["0.0"].untyped_storage().nbytes() == 16_000
 
 
-# What is said
+# The report
 
 
 LINES = """\
@@ -1036,8 +1049,8 @@ LINES = """\
   note          also cast, because they are tied to cast tensors: queue[0]"""
 
 
-def test_every_line_at_80_columns(tmp_path: Path) -> None:
-    """The report of all that can happen."""
+def test_report_at_80_columns(tmp_path: Path) -> None:
+    """The report prints every kind of line within 80 columns."""
     base = torch.arange(6.0) * 1e5
     f8 = torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn)
     obj = {
@@ -1062,7 +1075,9 @@ def test_every_line_at_80_columns(tmp_path: Path) -> None:
 
 
 def test_a_reference_that_tensors_share_stays_one(tmp_path: Path) -> None:
-    """Through the memo: the output is one that torch's safe loader takes, as it took the source."""
+    """Tensors that share a persistent id through the memo are cast and compacted correctly, and torch loads the output
+    with ``weights_only=True``.
+    """
     base = torch.arange(4.0)
     torch.save({"a": base[1:3], "b": base[2:3]}, tmp_path / "src.pt")
     data = records_of(tmp_path / "src.pt")["data.pkl"].replace(b"Q", b"Qq\xf0", 1)
@@ -1080,8 +1095,10 @@ def test_a_reference_that_tensors_share_stays_one(tmp_path: Path) -> None:
         assert shared == (i != 2)
 
 
-def test_what_torch_reads_the_wrong_way_round_is_not_made(tmp_path: Path) -> None:
-    """It does not turn round what has no storage class, so a big-endian file gets none of it by a cast."""
+def test_dtypes_that_torch_reads_in_the_wrong_byte_order(tmp_path: Path) -> None:
+    """torch reads uint16 and uint32 with the wrong byte order in a big-endian file, so no tensor of such a file is cast
+    to them.
+    """
     turned_round({"n": torch.tensor([258, 3], dtype=torch.int32), "w": torch.ones(2)}, tmp_path / "src.pt")
     for name in ("uint16", "uint32"):
         report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype=f"n={name}", force=True)
@@ -1092,8 +1109,8 @@ def test_what_torch_reads_the_wrong_way_round_is_not_made(tmp_path: Path) -> Non
     assert [t.float().tolist() for t in torch.load(tmp_path / "dst.pt").values()] == [[258.0, 3.0], [1.0, 1.0]]
 
 
-def test_what_torch_cannot_cast_is_named_before(tmp_path: Path) -> None:
-    """Bits are no numbers; a float8 cannot be negated any more."""
+def test_tensors_that_torch_cannot_cast(tmp_path: Path) -> None:
+    """Tensors that torch cannot cast are named: bits, and a float8 whose elements torch would have to negate."""
     bits = torch.arange(2, dtype=torch.uint8).view(torch.bits8)
     late = torch.ones(2, dtype=torch.complex64).conj().imag
     _, report = round_trip(tmp_path, {"bits": bits, "late": late}, dtype=["bits=fp32", "late=float8_e5m2"])
@@ -1106,7 +1123,7 @@ def test_what_torch_cannot_cast_is_named_before(tmp_path: Path) -> None:
 
 @pytest.mark.untraced
 def test_one_tensor_under_very_many_names(tmp_path: Path) -> None:
-    """Looked at a few times for each name, and not once for each other one."""
+    """The time for one tensor under many names does not grow with the square of their number."""
     weight = torch.ones(2)
     _, report = round_trip(tmp_path, {f"w{i}": weight for i in range(20_000)}, dtype="w0=bf16")
     assert report.changes.dtypes["float32", "bfloat16"].tensors == 1
@@ -1117,7 +1134,7 @@ def test_one_tensor_under_very_many_names(tmp_path: Path) -> None:
 
 
 def quantized() -> dict[str, torch.Tensor]:
-    """Weights as DeepSeek, compressed-tensors, ComfyUI and GPTQ quantize them, and others."""
+    """Return weights that are quantized like those of DeepSeek, compressed-tensors, ComfyUI and GPTQ, and others."""
     f8 = torch.arange(16, dtype=torch.uint8).view(torch.float8_e4m3fn)
     return {
         "block.weight": f8,
@@ -1147,8 +1164,8 @@ SCALES = [
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "*scale*=bf16"])
 def test_scales_keep_their_dtype(dtype: str, suffix: str, tmp_path: Path) -> None:
-    """No bare dtype and no glob rounds the scales of weights that stay quantized, also of those in another file of the
-    set; what is called a scale and belongs to no such weight is cast.
+    """A dtype or a glob does not cast the scales of quantized weights, also if the weight is in another file. A tensor
+    that is only named like a scale is cast.
     """
     model, dst = quantized(), tmp_path / f"dst{suffix}"
     torch.save(model, tmp_path / "src.pt")
@@ -1161,8 +1178,8 @@ def test_scales_keep_their_dtype(dtype: str, suffix: str, tmp_path: Path) -> Non
 
 
 def test_weights_with_a_scale_and_without(tmp_path: Path) -> None:
-    """A bare float8 dtype leaves both as they are, and says of those alone that have no scale that a glob casts
-    them.
+    """A bare float8 dtype does not cast float8 weights. The report suggests a glob only for a weight without a
+    scale.
     """
     torch.save(quantized(), tmp_path / "src.pt")
     report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype="float8_e5m2")
@@ -1178,7 +1195,7 @@ def test_weights_with_a_scale_and_without(tmp_path: Path) -> None:
 
 
 def test_a_scale_is_cast_by_its_whole_name(tmp_path: Path) -> None:
-    """Who names a scale in full wants it cast."""
+    """A rule with the full name of a scale casts it."""
     name = "block.weight_scale_inv"
     found, _ = round_trip(tmp_path, quantized(), dtype=f"{name}=bf16")
     assert_same(quantized()["gptq.qweight"], found["gptq.qweight"])
@@ -1188,8 +1205,8 @@ def test_a_scale_is_cast_by_its_whole_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["block.weight", "experts.up", "comfy.weight"])
 @pytest.mark.parametrize("glob", ["{}", "*{}", "*"])
 def test_a_weight_is_not_cast_without_its_scale(glob: str, name: str, tmp_path: Path) -> None:
-    """A float8 weight that has a scale is not cast to another float8, and the error names what multiplies it; one
-    without is cast.
+    """A float8 weight with a scale is not cast to another float8, and the error suggests a dtype that applies the
+    scale. A weight without a scale is cast.
     """
     model = {key: value for key, value in quantized().items() if key.split(".")[0] in (name.split(".")[0], "bare")}
     torch.save(model, tmp_path / "src.pt")
@@ -1201,8 +1218,8 @@ def test_a_weight_is_not_cast_without_its_scale(glob: str, name: str, tmp_path: 
 
 
 def test_scales_in_another_shard(tmp_path: Path) -> None:
-    """The set is one checkpoint, so a weight is not cast without a scale in another shard; of one shard by itself a
-    note says that there may be scales elsewhere.
+    """A set is one checkpoint, so a scale in another shard is used for the weight, and here it does not fit. If one
+    shard is converted, a note states that scales may be in another shard.
     """
     model, shard = quantized(), "model-0000{}-of-00002.safetensors"
     names = {1: ["block.weight"], 2: ["block.weight_scale_inv", "norm.weight"]}
@@ -1215,9 +1232,9 @@ def test_scales_in_another_shard(tmp_path: Path) -> None:
     assert any("scales in another shard" in note for note in report.notes)
 
 
-def test_the_torch_that_cast_is_named_where_versions_differ(tmp_path: Path) -> None:
-    """Numbers too large for float8_e4m3fn are NaN by torch 2.6, and the largest number by 2.13: the report
-    says which torch it was, and nothing where no number is too large, or the dtype has infinities.
+def test_the_version_of_torch_is_reported_if_versions_differ(tmp_path: Path) -> None:
+    """torch 2.6 casts numbers that are too large for float8_e4m3fn to NaN, and torch 2.13 to the largest number. The
+    report names the version of torch if this happens.
     """
     torch.save({"w": torch.tensor([1.0, 1e6])}, tmp_path / "src.pt")
     torch.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "small.pt")

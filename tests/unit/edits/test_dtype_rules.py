@@ -1,5 +1,5 @@
-"""The grammar of ``--dtype``: words are torch's, safetensors' and people's; what makes no
-sense is refused before anything is read.
+"""The grammar of ``--dtype``, which accepts the dtype names of torch and safetensors, and common short names.
+Contradictory rules are refused before any input is read.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ def dtype_of(said: Any) -> str:
     return rule.dtype
 
 
-# Words
+# Names of dtypes
 
 
 @pytest.mark.parametrize("name", [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)])
-def test_every_name_that_torch_has(name: str) -> None:
-    """Floats for all, integers for one tensor, by whatever name; what nothing can be cast to is no dtype."""
+def test_torch_names(name: str) -> None:
+    """A dtype that weights can be cast to is accepted under each of its torch names. An integer dtype is accepted only
+    for a named tensor. Other dtypes are refused.
+    """
     dtype = getattr(torch, name)
     known = str(dtype)[6:]
     for said in (name, f"torch.{name}", name.upper(), f" {name} ", dtype):
@@ -43,8 +45,8 @@ def test_every_name_that_torch_has(name: str) -> None:
 
 
 @pytest.mark.parametrize(("word", "dtype"), sorted(_TYPES.items()))
-def test_every_word_of_safetensors(word: str, dtype: torch.dtype) -> None:
-    """In capitals and not."""
+def test_safetensors_names(word: str, dtype: torch.dtype) -> None:
+    """The dtype names of safetensors are accepted in upper and lower case."""
     known = str(dtype)[6:]
     for said in (word, word.lower()):
         if known in TARGETS:
@@ -72,8 +74,8 @@ def test_every_word_of_safetensors(word: str, dtype: torch.dtype) -> None:
         ("bfloat", "bfloat16"),
     ],
 )
-def test_what_people_write(said: str, known: str) -> None:
-    """Short names, in any case."""
+def test_common_short_names(said: str, known: str) -> None:
+    """Common short names are accepted in upper and lower case."""
     assert dtype_of(said) == dtype_of(said.upper()) == known
 
 
@@ -95,8 +97,8 @@ def test_what_people_write(said: str, known: str) -> None:
         "bf16,fp32",
     ],
 )
-def test_other_words_are_refused(word: str) -> None:
-    """Also what could be two, and what weights cannot be."""
+def test_other_names_are_refused(word: str) -> None:
+    """Unknown and ambiguous names are refused, and so are dtypes that weights cannot have."""
     for said in (word, f"*={word}", f"a.b={word}"):
         with pytest.raises(UsageError, match="is not a dtype to convert to"):
             to_dtypes(said)
@@ -111,8 +113,8 @@ BF16, NORM = DTypeRule(None, "bfloat16"), DTypeRule("*.norm.*", "float32")
 @pytest.mark.parametrize(
     ("said", "rules"),
     [
-        ("a=b=bf16", (DTypeRule("a=b", "bfloat16"),)),  # names can have some
-        ({"a=b": "bf16"}, (DTypeRule("a=b", "bfloat16"),)),  # in a mapping nothing is split
+        ("a=b=bf16", (DTypeRule("a=b", "bfloat16"),)),  # the name contains an equals sign
+        ({"a=b": "bf16"}, (DTypeRule("a=b", "bfloat16"),)),  # keys of a mapping are not split
         (["bf16", "*.norm.*=fp32"], (BF16, NORM)),
         ((torch.bfloat16, "*.norm.*=torch.float32"), (BF16, NORM)),
         ((word for word in ("bf16", "*.norm.*=float")), (BF16, NORM)),
@@ -124,12 +126,14 @@ BF16, NORM = DTypeRule(None, "bfloat16"), DTypeRule("*.norm.*", "float32")
         ({}, ()),
     ],
 )
-def test_all_ways_to_say_the_same(said: Any, rules: tuple[DTypeRule, ...]) -> None:
-    """One word, a sequence of words, dtypes and rules, any iterable; a rule is split at its last equals sign."""
+def test_accepted_forms(said: Any, rules: tuple[DTypeRule, ...]) -> None:
+    """A dtype, a rule, a mapping, or any iterable of dtypes and rules is accepted. A rule is split at its last equals
+    sign.
+    """
     assert to_dtypes(said) == rules
 
 
-def test_rules_are_said_in_torchs_words() -> None:
+def test_rules_are_printed_with_torch_names() -> None:
     assert [str(rule) for rule in to_dtypes(["*.a=BF16", "BF16"])] == ["*.a=bfloat16", "bfloat16"]
 
 
@@ -145,8 +149,8 @@ def test_rules_are_said_in_torchs_words() -> None:
         ("a?=torch.int64", "not a dtype for weights"),
     ],
 )
-def test_what_contradicts_itself(said: Any, error: str) -> None:
-    """Two dtypes for one glob, none, an empty glob, integers for weights."""
+def test_contradictory_rules(said: Any, error: str) -> None:
+    """Two dtypes for the same glob or for all weights, an empty glob, and an integer dtype for weights are refused."""
     with pytest.raises(UsageError, match=error):
         to_dtypes(said)
 
@@ -154,14 +158,14 @@ def test_what_contradicts_itself(said: Any, error: str) -> None:
 @pytest.mark.parametrize(
     "said", [3, [3], b"bf16", {"*": None}, {3: "bf16"}, {None: "bf16"}, [None], torch.ones(1), [["bf16"]], object()]
 )
-def test_what_is_no_word(said: Any) -> None:
-    """A TypeError that says what is taken."""
+def test_values_of_other_types(said: Any) -> None:
+    """A value of another type raises a TypeError."""
     with pytest.raises(TypeError, match="dtype must"):
         to_dtypes(said)
 
 
-def test_the_command_line_says_so(tmp_path: Path, command: Command) -> None:
-    """One line, exit status 2, before the input is looked at."""
+def test_errors_on_the_command_line(tmp_path: Path, command: Command) -> None:
+    """The command fails with status 2 and prints one line, before it reads the input."""
     words = "convert", tmp_path / "none.pt", tmp_path / "dst.pt"
     for flags, line in (
         (

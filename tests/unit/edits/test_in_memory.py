@@ -1,4 +1,4 @@
-"""Prefixes in memory: what ``convert`` does to a file, and what torch's modules accept."""
+"""Prefixes of state dicts in memory. The results equal those of ``convert``, and the modules of torch load them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support.judge import assert_same
 
 
 def model() -> nn.Module:
-    """With entries in ``_metadata`` for each module, and a buffer."""
+    """Return a model that contains a buffer, and whose state dict has an entry in ``_metadata`` for each module."""
     return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Sequential(nn.Linear(3, 1)))
 
 
-def test_stripped_is_what_the_plain_module_gives() -> None:
-    """DataParallel's names without ``module.``: the plain module's own state dict,
-    ``_metadata`` and all; the argument is as it was.
+def test_strip_prefix_gives_the_state_dict_of_the_plain_module() -> None:
+    """Without ``module.``, the state dict of DataParallel equals the state dict of the plain module, including
+    ``_metadata``. The argument does not change.
     """
     net = model()
     wrapped = nn.DataParallel(net).state_dict()
@@ -39,8 +39,8 @@ def test_stripped_is_what_the_plain_module_gives() -> None:
     net.load_state_dict(found, strict=True)
 
 
-def test_added_is_what_the_wrapper_gives() -> None:
-    """The other way round, also for prefixes of several segments."""
+def test_add_prefix_gives_the_state_dict_of_the_wrapper() -> None:
+    """A state dict with a prefix equals the state dict of a wrapper, also for a prefix of several segments."""
     net = model()
     assert_same(nn.DataParallel(net).state_dict(), ckptconv.add_prefix(net.state_dict(), "module"))
     holder = nn.ModuleDict({"a": nn.ModuleDict({"b": net})})
@@ -55,7 +55,7 @@ names = st.lists(st.lists(segment, min_size=1, max_size=4).map(".".join), min_si
 
 @given(names, st.sampled_from(["module.", "a.b.", "x."]))
 def test_strip_undoes_add(found: list[str], prefix: str) -> None:
-    """Whatever the names are."""
+    """Adding a prefix and removing it again restores the state dict, whatever its names are."""
     state = {name: i for i, name in enumerate(found)}
     assert_same(state, ckptconv.strip_prefix(ckptconv.add_prefix(state, prefix), prefix))
 
@@ -74,9 +74,8 @@ def test_strip_undoes_add(found: list[str], prefix: str) -> None:
     ],
 )
 def test_memory_and_file_agree(wrap: Callable[[nn.Module], nn.Module], edits: dict[str, Any], tmp_path: Path) -> None:
-    """The same state dict, saved and converted, is the one that was edited and saved; ``_metadata`` too.
-
-    Also where only some names have the prefix.
+    """Editing a state dict in memory gives the same result, including ``_metadata``, as converting its file. This is
+    also true if only some names have the prefix.
     """
     state = wrap(model()).state_dict()
     torch.save(state, tmp_path / "a.pt")
@@ -88,9 +87,9 @@ def test_memory_and_file_agree(wrap: Callable[[nn.Module], nn.Module], edits: di
     assert list(wanted._metadata.items()) == list(found._metadata.items())
 
 
-def test_it_is_anchored_where_torchs_own_helper_is_not() -> None:
-    """``mod`` and ``module.mod.w``: torch's helper cuts both and reorders; here names
-    without the prefix stay, in their places.
+def test_only_prefixes_are_removed() -> None:
+    """Names without the prefix keep their positions. The helper of torch also removes the prefix ``mod`` or a later
+    ``module.``, and changes the order.
     """
     state = {"mod.w": 1, "module.a": 2, "x": 3}
     assert list(ckptconv.strip_prefix(state, "module.").items()) == [("mod.w", 1), ("a", 2), ("x", 3)]
@@ -99,7 +98,9 @@ def test_it_is_anchored_where_torchs_own_helper_is_not() -> None:
 
 
 def test_types_and_other_keys_stay() -> None:
-    """A dict stays a dict, a UserDict a UserDict; keys that are no names stay; several prefixes come off in turn."""
+    """The type of the mapping does not change. Keys that are not strings remain. Several prefixes are applied one after
+    the other.
+    """
     assert ckptconv.strip_prefix({"a.b.w": 1, 3: 2}, ["a", "b."]) == {"w": 1, 3: 2}  # type: ignore[type-var]
     assert isinstance(ckptconv.add_prefix(UserDict(w=1), "a"), UserDict)
     assert type(ckptconv.add_prefix(OrderedDict(w=1), ("a", "b"))) is OrderedDict
@@ -125,8 +126,8 @@ def test_types_and_other_keys_stay() -> None:
 def test_errors(
     function: Callable[..., Any], state: Any, prefix: Any, kind: type[Exception], words: str | None
 ) -> None:
-    """No name with the prefix, with a hint to where there are some; two names that
-    would become one; what ends no segment.
+    """A prefix that no name has, two names that would become one, and an invalid prefix raise an error. If a nested
+    dict contains the prefix, the error contains its path.
     """
     with pytest.raises(kind, match=words):
         function(state, prefix)

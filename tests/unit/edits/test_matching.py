@@ -1,4 +1,6 @@
-"""A user's regular expression on names that a file chose: the time is bounded, and the error has the name."""
+"""Limits for a user's regular expression that is matched with the names in a file. The time is bounded, and the error
+contains the name.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from ckptconv.limits import LIMITS
 from tests.support.conversions import converted, refused, saved_at
 
 needs_timers = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such timers")
-#: Patterns that never end with such a name, and the name.
+#: Patterns, each with a name for which the match never ends.
 ENDLESS = {
     r"(\w+)*!": "encoder." + "a" * 60,
     r"(\w+\.?)*weight$": "a" * 60 + ".bias",
@@ -36,7 +38,9 @@ def one_second(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_timers
 @pytest.mark.parametrize("pattern", ENDLESS)
 def test_a_match_that_does_not_end(pattern: str, one_second: None, tmp_path: Path) -> None:
-    """A single match is interrupted, nothing is written, the tensor is named, and no timer is left."""
+    """A single match that takes too long is interrupted. The error contains the name of the tensor, nothing is written,
+    and no timer remains.
+    """
     name = ENDLESS[pattern]
     src = saved_at(tmp_path / "a.pt", {"w": torch.ones(2), name: torch.ones(2)})
     error = refused(LimitError, "takes too long", src, tmp_path / "out.pt", rename=[(pattern, "x")])
@@ -46,7 +50,7 @@ def test_a_match_that_does_not_end(pattern: str, one_second: None, tmp_path: Pat
 
 
 def test_many_matches_in_any_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The time of all matches together is bounded where no signal comes, too."""
+    """The total time of all matches is bounded, also in a thread that receives no signal."""
     monkeypatch.setattr(rename, "LIMITS", dataclasses.replace(LIMITS, match_seconds=0))
     src = saved_at(tmp_path / "a.pt", {"w": torch.ones(2)})
     convert = partial(ckptconv.convert, src, tmp_path / "out.pt", rename=[("w", "x")])
@@ -56,7 +60,9 @@ def test_many_matches_in_any_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.mark.parametrize("pattern", [r"\.+$", r"(\w+\.)*weight"])
 def test_a_name_that_is_too_long(pattern: str, tmp_path: Path) -> None:
-    """A name longer than any real one is not matched with patterns; without one it is converted."""
+    """A name that is longer than any real name is not matched with a pattern. Without a pattern, its file is
+    converted.
+    """
     name = "." * 200_000
     src = tmp_path / "a.safetensors"
     save_file({name: torch.ones(2)}, src)
@@ -67,7 +73,7 @@ def test_a_name_that_is_too_long(pattern: str, tmp_path: Path) -> None:
 
 @needs_timers
 def test_a_timer_of_the_program(tmp_path: Path) -> None:
-    """A timer that the program has set still rings for the program."""
+    """A timer that the program has set before a conversion still fires."""
     rung: list[int] = []
     src = saved_at(tmp_path / "a.pt", {"w": torch.ones(2)})
     before = signal.signal(signal.SIGVTALRM, lambda number, _: rung.append(number))

@@ -19,12 +19,12 @@ from ckptconv.errors import UsageError
     ],
 )
 def test_module_means_module_dot(prefix: str, expected: str) -> None:
-    """A prefix ends where a segment does."""
+    """A prefix gets a trailing dot if it has none."""
     assert normal_prefix(prefix) == expected
 
 
 @pytest.mark.parametrize("prefix", ["", ".", "..", ".module", "module..", "a..b"])
-def test_what_is_no_prefix(prefix: str) -> None:
-    """An empty segment is refused, and the way to do more is named."""
+def test_invalid_prefixes(prefix: str) -> None:
+    """A prefix with an empty segment is refused, and the error suggests ``--rename``."""
     with pytest.raises(UsageError, match="--rename"):
         normal_prefix(prefix)

@@ -1,4 +1,4 @@
-"""What matches nothing: the table in docs/no-match.md is what happens."""
+"""Options that match nothing. The table in docs/no-match.md describes the behavior, and each of its rows is tested."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.conversions import refused, saved_at
 DOC = (Path(__file__).parents[3] / "docs" / "no-match.md").read_text()
 ROWS = dict(re.findall(r"^\| `--(.*?)` \| .* \| (.*? \| .*?) \|$", DOC, re.MULTILINE))
 
-#: What is typed for each row: it matches nothing in a checkpoint of ``{'w': ...}`` on the CPU, and something beside it.
+#: The options for each row. They match nothing in ``{'w': ...}`` on the CPU, and something in another file.
 TYPED = {
     "select PATH": "--select model",
     "include GLOB": "--include model.*",
@@ -42,18 +42,20 @@ STATUS = {"error": 1, "usage error": 2, "note": 0}
 
 @pytest.fixture
 def nothing(tmp_path: Path) -> Path:
-    """Where each option matches nothing: on the CPU, of one name."""
+    """Return the path of a checkpoint in which each option matches nothing: it contains only a tensor ``w`` on
+    the CPU.
+    """
     return saved_at(tmp_path / "a.pt", {"w": torch.ones(3)})
 
 
-def test_each_row_is_typed() -> None:
-    """Each row of the page is typed here, and no other."""
+def test_each_row_is_tested() -> None:
+    """``TYPED`` contains exactly the rows of the page."""
     assert ROWS.keys() == TYPED.keys()
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_one_file(nothing: Path, row: str, command: Command) -> None:
-    """An error that writes nothing, or a note beside the output."""
+    """For a single file, the command fails and writes nothing, or it prints a note and writes the output."""
     if row == "add-prefix P":
         torch.save([torch.ones(3)], nothing)
     word = ROWS[row].split(" | ")[0]
@@ -64,7 +66,9 @@ def test_one_file(nothing: Path, row: str, command: Command) -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_file_of_several(nothing: Path, row: str, command: Command) -> None:
-    """Beside one in which it matches: the batch says what was left out, or fails in part."""
+    """In a batch, a file in which the option matches is always converted. The file without a match is converted or left
+    out, as the table states.
+    """
     if row == "add-prefix P":
         torch.save([torch.ones(3)], nothing)
     beside = nothing.with_name("b.pt")
@@ -92,8 +96,10 @@ def test_a_file_of_several(nothing: Path, row: str, command: Command) -> None:
         ("cuda:300", "cuda"),
     ],
 )
-def test_a_word_that_is_no_device(nothing: Path, typed: str, meant: str, command: Command) -> None:
-    """The nearest right word is in the hint, for every format of the output, and for a target alike."""
+def test_a_word_that_is_not_a_device(nothing: Path, typed: str, meant: str, command: Command) -> None:
+    """A word that is not a device is refused, and the error suggests the nearest valid one. The format of the output
+    does not matter. The Python API and ``--to`` make the same suggestion.
+    """
     for name in ("out.pt", "out.safetensors"):
         out = nothing.with_name(name)
         command("convert", nothing, out, "--map", f"{typed}=cpu", status=2, err=f"--map {meant}=cpu may be meant")
@@ -110,7 +116,7 @@ def test_a_word_that_is_no_device(nothing: Path, typed: str, meant: str, command
 
 
 def test_a_tag_that_the_file_has_is_a_device(nothing: Path, command: Command) -> None:
-    """Letter for letter, whatever it is."""
+    """A location tag that occurs in the file is a valid device, exactly as it is written."""
     zoo.save({"w": torch.ones(3)}, nothing, ("odd:1",))
     out = nothing.with_name("out.pt")
     command("convert", nothing, out, "--map", "odd:=cpu", status=2, err="odd:1")

@@ -1,4 +1,4 @@
-"""Optimizers follow their parameters: a run goes on from the output as it would from the input."""
+"""Optimizers follow their parameters. Training continues from the output as it would from the input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """A body, and a head that can be left out. All shapes differ but those of the norm and the body's bias."""
+    """A model with a body, a norm, a neck and an optional head. Only the parameters of the norm and the bias of the
+    body have equal shapes.
+    """
 
     def __init__(self, *, head: bool = True) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class Net(nn.Module):
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, seed: int = 0) -> list[float]:
-    """Return the losses of some steps on random data."""
+    """Train for `steps` steps on random data, and return the losses."""
     generator = torch.Generator().manual_seed(seed)
     losses = []
     for _ in range(steps):
@@ -60,7 +62,9 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, seed
 
 
 def groups_of(net: nn.Module, *, named: bool, several: bool) -> list[dict[str, Any]]:
-    """Return the weights and the vectors in two groups, or all in one, with their names or without."""
+    """Return all parameters in one group, or the weights and the vectors in two groups if `several`. Include the names
+    if `named`.
+    """
     every = list(net.named_parameters())
     parts = (
         [[(n, p) for n, p in every if p.ndim > 1], [(n, p) for n, p in every if p.ndim == 1]] if several else [every]
@@ -78,11 +82,9 @@ def moments(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[
 @pytest.mark.parametrize("several", [False, True], ids=["one group", "two groups"])
 @pytest.mark.parametrize("named", [False, True], ids=["shapes", "param_names"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_run_goes_on_without_the_weights_that_were_left_out(
-    tmp_path: Path, kind: str, named: bool, several: bool
-) -> None:
-    """Torch takes the state, the moments are those of the same names, and the next losses those of a run that was
-    changed in memory.
+def test_training_continues_without_excluded_weights(tmp_path: Path, kind: str, named: bool, several: bool) -> None:
+    """Torch loads the state without the excluded weights. Each moment belongs to the same name as before, and the next
+    losses equal those of a model that was changed in memory.
     """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.manual_seed(1)
@@ -113,8 +115,10 @@ def _numbers_of_neck(*, several: bool) -> list[int]:
     return [1, 6] if several else [4, 5]
 
 
-def test_frozen_parameters_and_those_that_never_stepped_keep_their_places(tmp_path: Path) -> None:
-    """They have a number and no state. An optimizer of a list (Lightning) is found too."""
+def test_frozen_parameters_keep_their_numbers(tmp_path: Path) -> None:
+    """A frozen parameter keeps its number, for which there is no state. An optimizer in a list, as Lightning stores it,
+    is found.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     net = Net()
     net.body.weight.requires_grad = False
@@ -132,7 +136,9 @@ def test_frozen_parameters_and_those_that_never_stepped_keep_their_places(tmp_pa
 
 
 def _state(shapes: list[tuple[int, ...]], names: list[str] | None = None, **group: Any) -> dict[str, Any]:
-    """Return the state of an Adam for parameters of these shapes."""
+    """Return the state of an Adam optimizer for parameters of these `shapes`, keyed by `names` or by numbers. Add the
+    options of `group`.
+    """
     keys = names or [*range(len(shapes))]
     return {
         "state": {key: {"step": torch.ones(()), "exp_avg": torch.ones(s)} for key, s in zip(keys, shapes, strict=True)},
@@ -144,7 +150,7 @@ W, V = torch.ones(2, 3), torch.ones(2, 3) + 1
 MODEL = {"q": W, "k": V, "out": torch.ones(3, 2)}
 SHAPES = [(2, 3), (2, 3), (3, 2)]
 
-#: What is in the file, the glob of what is left out, and what decides that it is refused.
+#: The contents of a file, the glob of the excluded weights, and the reason why the conversion is refused.
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "one of two equal shapes": ({"model": MODEL, "optimizer": _state(SHAPES)}, "q", "0, 1 can be q, k"),
     "a parameter without state": (
@@ -220,8 +226,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_sure_is_refused(tmp_path: Path, case: str) -> None:
-    """Nothing is written, and the error says what is in question."""
+def test_uncertain_optimizers_are_refused(tmp_path: Path, case: str) -> None:
+    """An optimizer that cannot follow its parameters for certain is refused with the reason, and nothing is written.
+    Without the optimizer, the conversion succeeds.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     obj, glob, why = REFUSED[case]
     torch.save(obj, src)
@@ -229,20 +237,20 @@ def test_what_is_not_sure_is_refused(tmp_path: Path, case: str) -> None:
         ckptconv.convert(src, dst, exclude=glob)
     assert why in str(caught.value)
     assert not dst.exists()
-    ckptconv.convert(src, dst, exclude=glob, drop="optimizer")  # as the hint says
+    ckptconv.convert(src, dst, exclude=glob, drop="optimizer")  # as the hint suggests
 
 
 @pytest.mark.parametrize(
     ("glob", "left"),
     [
-        ("out", 1),  # a shape that no other has
-        ("[qk]", 2),  # all of one shape, so it does not matter which is which
+        ("out", 1),  # no other parameter has this shape
+        ("[qk]", 2),  # all parameters of this shape, so their order does not matter
         ("step", 0),  # an integer, which no optimizer updates
-        ("*mean", 0),  # a shape that no state has
+        ("*mean", 0),  # no state has this shape
     ],
 )
-def test_what_does_not_depend_on_the_order_is_not_refused(tmp_path: Path, glob: str, left: int) -> None:
-    """The same parameters go in every reading of the shapes."""
+def test_results_that_do_not_depend_on_the_order_are_not_refused(tmp_path: Path, glob: str, left: int) -> None:
+    """An optimizer is edited if every possible assignment of parameters to names gives the same result."""
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     model = {**MODEL, "step": torch.tensor(3), "mean": torch.ones(7)}
     torch.save({"model": model, "optimizer": _state(SHAPES)}, src)
@@ -252,8 +260,10 @@ def test_what_does_not_depend_on_the_order_is_not_refused(tmp_path: Path, glob: 
     assert [*made["state"]] == [*range(3 - left)]
 
 
-def test_of_two_models_each_optimizer_follows_its_own(tmp_path: Path) -> None:
-    """Names decide, also for states that are keyed by them. A twin with the same names changes nothing."""
+def test_each_of_two_optimizers_follows_its_own_model(tmp_path: Path) -> None:
+    """Each optimizer follows the model that contains its parameter names, which are its keys or its ``param_names``. A
+    copy of a model with the same names does not matter.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     gen, disc = {"a": W, "b": V}, {"c": W, "d": V}
     obj = {
@@ -272,8 +282,10 @@ def test_of_two_models_each_optimizer_follows_its_own(tmp_path: Path) -> None:
     assert "opt_d: 1 parameter left out" in str(report)
 
 
-def test_a_part_that_goes_as_a_whole_takes_no_state_with_it(tmp_path: Path) -> None:
-    """``--drop model`` says nothing about parameters, and what goes to safetensors has no optimizer."""
+def test_dropping_a_complete_model_keeps_the_optimizer(tmp_path: Path) -> None:
+    """``drop`` of a complete model does not change the optimizer. Weights can be excluded from safetensors output,
+    which contains no optimizer.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     obj = {"model": MODEL, "optimizer": _state(SHAPES)}
     torch.save(obj, src)
@@ -282,8 +294,10 @@ def test_a_part_that_goes_as_a_whole_takes_no_state_with_it(tmp_path: Path) -> N
     ckptconv.convert(src, tmp_path / "b.safetensors", exclude="q")
 
 
-def test_in_a_folder_the_report_says_it_too(tmp_path: Path) -> None:
-    """With the name of the file before the path, for what became plain as well."""
+def test_report_of_a_folder_contains_file_names(tmp_path: Path) -> None:
+    """In the report of a folder, the paths of edited optimizers and of objects that became plain begin with the name of
+    the file.
+    """
     run = tmp_path / "run"
     torch.save(MODEL, tmp_path / "model.pt")
     ckptconv.convert(tmp_path / "model.pt", run, max_shard_size=24, format="safetensors")
@@ -308,9 +322,9 @@ def test_in_a_folder_the_report_says_it_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("several", [False, True], ids=["one group", "two groups"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_names_are_those_of_torch_and_numbers_come_back(tmp_path: Path, kind: str, several: bool) -> None:
-    """By names the state is what ``get_optimizer_state_dict`` gives, and ``set_optimizer_state_dict`` takes it. Back
-    to numbers, ``load_state_dict`` takes it, and the run goes on.
+def test_state_by_names_and_back_to_numbers(tmp_path: Path, kind: str, several: bool) -> None:
+    """Keyed by names, the state equals the result of ``get_optimizer_state_dict``, and ``set_optimizer_state_dict``
+    loads the state. After the conversion back to numbers, ``load_state_dict`` loads the state, and training continues.
     """
     src, named, numbered = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.pt"
     torch.manual_seed(1)
@@ -325,7 +339,7 @@ def test_names_are_those_of_torch_and_numbers_come_back(tmp_path: Path, kind: st
     assert (change.keyed_by, change.names_from) == ("names", "order")
     assert "in the order of model.parameters(), as you confirmed" in str(report)
     made = torch.load(named)
-    if kind != "Adafactor":  # whose lists of None torch cannot flatten
+    if kind != "Adafactor":  # torch cannot flatten its lists of None
         assert_same(made["optimizer"], get_optimizer_state_dict(net, optimizer))
     after = Net()
     after.load_state_dict(made["model"])
@@ -344,8 +358,10 @@ def test_names_are_those_of_torch_and_numbers_come_back(tmp_path: Path, kind: st
     assert sorted(names) == sorted(name for name, _ in net.named_parameters())
 
 
-def test_names_of_its_own_and_a_state_without_weights(tmp_path: Path) -> None:
-    """What another program wrote by names needs no weights. A state that is as asked stays, with a note."""
+def test_named_state_without_weights(tmp_path: Path) -> None:
+    """A state that is keyed by names needs no weights for a conversion to numbers. A state that already has the
+    requested form does not change, and the report contains a note.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.save({"optimizer": _state(SHAPES, ["q", "k", "out"])}, src)
     report = ckptconv.convert(src, dst, optimizer="numbers")
@@ -361,7 +377,9 @@ def test_names_of_its_own_and_a_state_without_weights(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_text(tmp_path: Path) -> None:
-    """As DCP stores them. ``load_state_dict`` ignores the state of such keys, so an edit makes numbers of them."""
+    """DCP stores parameter numbers as text. ``load_state_dict`` ignores the state of such keys, so an edit of the
+    optimizer converts them to numbers.
+    """
     src, dcp, dst = tmp_path / "a.pt", tmp_path / "dcp", tmp_path / "b.pt"
     obj = {"model": MODEL, "optimizer": _state(SHAPES)}
     torch.save(obj, src)
@@ -382,8 +400,10 @@ def test_numbers_that_are_text(tmp_path: Path) -> None:
     assert [*torch.load(dst)["optimizer"]["state"]] == ["qk", "out"]
 
 
-def test_shapes_that_leave_one_reading(tmp_path: Path) -> None:
-    """Whatever the order of the groups, and a parameter without state if one name is left for it."""
+def test_shapes_with_one_possible_assignment(tmp_path: Path) -> None:
+    """Shapes identify the parameters if only one assignment is possible. The order of the groups does not matter. A
+    parameter without state gets the only remaining name.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     model = {"a": torch.ones(1), "b": torch.ones(2), "c": torch.ones(3)}
     optimizer = _state([(3,), (1,)])
@@ -396,7 +416,7 @@ def test_shapes_that_leave_one_reading(tmp_path: Path) -> None:
     assert report.changes.optimizers["optimizer"].names_from == "shapes"
 
 
-#: Weights and shapes for which the order of the model does not do either: what decides.
+#: Weights, an optimizer that the order of the model does not identify either, and the reason.
 OUT_OF_ORDER: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "a buffer of the same shape": (
         {"w": W, "mask": V, "out": MODEL["out"]},
@@ -414,8 +434,10 @@ OUT_OF_ORDER: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", OUT_OF_ORDER)
-def test_where_the_order_leaves_several_readings(tmp_path: Path, case: str) -> None:
-    """Refused also for one who vouches for the order, with two of the candidates."""
+def test_order_that_does_not_identify_parameters(tmp_path: Path, case: str) -> None:
+    """An optimizer is refused with the reason if the order of the model does not identify its parameters, even if the
+    user confirms the order.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     model, optimizer, why = OUT_OF_ORDER[case]
     torch.save({"model": model, "optimizer": optimizer}, src)
@@ -426,8 +448,10 @@ def test_where_the_order_leaves_several_readings(tmp_path: Path, case: str) -> N
     assert not dst.exists()
 
 
-def test_two_of_one_size_are_never_guessed(tmp_path: Path) -> None:
-    """Files in which they are exchanged cannot be told apart, so both are refused; with names, each is right."""
+def test_parameters_of_the_same_shape_are_never_guessed(tmp_path: Path) -> None:
+    """Parameters of the same shape are never guessed. Files in which two of them are exchanged cannot be distinguished,
+    so both files are refused. With ``param_names``, both are converted correctly.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     for order in (["q", "k", "out"], ["k", "q", "out"]):
         state = _state(SHAPES)
@@ -449,7 +473,10 @@ def test_two_of_one_size_are_never_guessed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_an_optimizer_in_a_file_of_its_own(tmp_path: Path, suffix: str) -> None:
-    """Trainer's ``optimizer.pt`` takes the names of the model beside it; globs are for these names too."""
+    """An optimizer in a separate file, like ``optimizer.pt`` of Trainer, gets its names from the file that is passed as
+    ``model``, and globs match these names. The order of a safetensors file is not used, because safetensors sorts
+    names.
+    """
     model, src, dst = tmp_path / f"model.{suffix}", tmp_path / "optimizer.pt", tmp_path / "b.pt"
     save_file(MODEL, model) if suffix == "safetensors" else torch.save(MODEL, model)
     torch.save(_state(SHAPES), src)
@@ -469,8 +496,10 @@ def test_an_optimizer_in_a_file_of_its_own(tmp_path: Path, suffix: str) -> None:
         ckptconv.convert(src, dst, optimizer="names", force=True)
 
 
-def test_batch_norm_has_no_parameters_among_its_buffers(tmp_path: Path) -> None:
-    """Parameters without any state, as those of SGD without momentum, are counted without them."""
+def test_buffers_of_batch_norm_are_not_parameters(tmp_path: Path) -> None:
+    """Parameters without any state, as with SGD without momentum, are assigned in the order of the model. The buffers
+    of batch norm are not counted.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     net = Net()
     torch.save({"model": net.state_dict(), "opt": torch.optim.SGD(net.parameters()).state_dict()}, src)
@@ -480,16 +509,16 @@ def test_batch_norm_has_no_parameters_among_its_buffers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"optimizer": "name"}, {"optimizer": True}, {"optimizer_order": "names"}])
 def test_a_wrong_value_is_named(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Before anything is read."""
+    """A wrong value of ``optimizer`` or ``optimizer_order`` is reported before anything is read."""
     with pytest.raises(UsageError, match=r"optimizer(_order)? must be '(names|model)'"):
         ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", **options)
 
 
-# Like another checkpoint
+# The option ``like``
 
 
 class Backwards(nn.Module):
-    """A net with other options, whose modules are registered the other way round, and perhaps one more."""
+    """A model with the modules of `net` in reverse order, and one more module if `more`."""
 
     def __init__(self, net: Net, *, more: bool = False) -> None:
         super().__init__()
@@ -505,8 +534,8 @@ class Backwards(nn.Module):
 @pytest.mark.parametrize("named", [False, True], ids=["numbers", "names"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_another_order_and_other_groups(tmp_path: Path, kind: str, named: bool, more: bool) -> None:
-    """Code with another order of modules, which groups its parameters, takes the state of each by its name. What only
-    it has gets no state.
+    """Code that registers its modules in another order, and groups its parameters, loads the state of each parameter by
+    its name. Parameters that exist only in this code get no state, and a note names them.
     """
     src, other, dst = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.pt"
     torch.manual_seed(1)
@@ -540,8 +569,10 @@ def test_another_order_and_other_groups(tmp_path: Path, kind: str, named: bool, 
         assert train(changed, after, seed=2) == pytest.approx(train(net, optimizer, seed=2), rel=1e-6)
 
 
-def test_what_the_other_lacks_is_left_behind(tmp_path: Path) -> None:
-    """Weights with their state, and the state of what is frozen there; all of it is named."""
+def test_weights_that_the_other_checkpoint_lacks_are_left_behind(tmp_path: Path) -> None:
+    """Weights that the other checkpoint lacks are left behind with their state. The state of a parameter that is frozen
+    in the other checkpoint is left behind too. The report names all of them.
+    """
     src, other, dst = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.pt"
     torch.save({"model": MODEL, "optimizer": _state(SHAPES, param_names=["q", "k", "out"])}, src)
     torch.save({"model": {"out": MODEL["out"], "k": W}, "optimizer": _state(SHAPES[2:], ["out"])}, other)
@@ -573,8 +604,10 @@ def _grouped(*groups: tuple[float, list[str]]) -> dict[str, Any]:
         (_grouped((0.1, ["q", "k", "out"])), _state(SHAPES), "0, 1 can be q, k and have the same shape"),
     ],
 )
-def test_groups_that_nothing_tells(tmp_path: Path, ours: Any, theirs: Any, why: str) -> None:
-    """No option of a group is invented, and no order is taken from the other checkpoint."""
+def test_undetermined_groups_are_refused(tmp_path: Path, ours: Any, theirs: Any, why: str) -> None:
+    """Groups that the two checkpoints do not determine are refused. No option of a group is invented, and no order is
+    taken from the other checkpoint.
+    """
     src, other, dst = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.pt"
     torch.save({"model": MODEL, "optimizer": ours}, src)
     torch.save({"model": MODEL, "optimizer": theirs}, other)
@@ -584,7 +617,7 @@ def test_groups_that_nothing_tells(tmp_path: Path, ours: Any, theirs: Any, why: 
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
-    """Nothing would be left."""
+    """A checkpoint is refused as ``like`` if it contains no name of the input, or no state dict."""
     src, other = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.save({"model": MODEL}, src)
     torch.save({"module.q": W}, other)
@@ -596,7 +629,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
 
 
 def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is kept waiting by parameters without state, or by many optimizers of many models."""
+    """The work for parameters without state, and for combinations of optimizers and models, is bounded."""
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     model = {f"w{i}": torch.ones(1) for i in range(20)}
     group = {"params": [*range(10)]}
@@ -614,7 +647,9 @@ def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_groups_without_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The positions in the groups are counted before they are made: there is one more for each group."""
+    """The work for new positions in the groups is counted before they are created, because each position contains one
+    number for each group.
+    """
     src = tmp_path / "a.pt"
     looked: list[object] = []
     groups = [{"params": [i]} for i in range(100)]
@@ -627,7 +662,7 @@ def test_many_groups_without_state(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(looked) < 30_000
 
 
-def test_numbers_of_parameters_that_nobody_prints(tmp_path: Path) -> None:
+def test_huge_parameter_numbers_are_reported(tmp_path: Path) -> None:
     src = tmp_path / "a.pt"
     optimizer = {"state": {}, "param_groups": [{"params": [1 << 20_000]}]}
     torch.save({"model": {"w": torch.ones(1)}, "optimizer": optimizer}, src)

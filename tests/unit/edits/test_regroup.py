@@ -1,4 +1,4 @@
-"""``regroup`` splits, joins and stacks tensors, and torch's own functions are the judge of what comes out."""
+"""``regroup`` splits, joins and stacks tensors. The results are compared with those of torch's own functions."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MIXTRAL = (
 
 
 def numbered(*shape: int, start: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a tensor of `shape` in which each number occurs once."""
+    """Return a tensor of `shape` with consecutive numbers from `start`."""
     n = torch.Size(shape).numel()
     return torch.arange(start, start + n).reshape(shape).to(dtype)
 
 
 def regrouped(tmp_path: Path, state: Any, *rules: str, out: str = "out.pt", **options: Any) -> Any:
-    """Return what `rules` make of `state`, which is saved and read again."""
+    """Save `state`, regroup it with `rules`, and return the loaded result."""
     source = tmp_path / "in.pt"
     torch.save(state, source)
     ckptconv.convert(source, tmp_path / out, regroup=rules, force=True, **options)
@@ -46,7 +46,7 @@ def regrouped(tmp_path: Path, state: Any, *rules: str, out: str = "out.pt", **op
 
 
 def same(got: State, expected: State) -> None:
-    """Check names in their order, dtypes, shapes and bits."""
+    """Check that names, their order, dtypes, shapes and values are equal."""
     assert list(got) == list(expected)
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype
@@ -55,7 +55,9 @@ def same(got: State, expected: State) -> None:
 
 @pytest.fixture
 def moe() -> State:
-    """Two layers with eleven experts, so that 10 comes after 9 and not after 1; and shared experts."""
+    """Return two layers with eleven experts each, so that expert 10 must come after expert 9 and not after expert 1.
+    Each layer also has a shared expert.
+    """
     state: State = {}
     for layer in range(2):
         at = f"layers.{layer}.mlp"
@@ -68,7 +70,7 @@ def moe() -> State:
 
 
 def stacked(state: State) -> State:
-    """Return what MIXTRAL makes of ``moe``, by torch."""
+    """Return the result of ``MIXTRAL`` for `state`, computed by torch."""
     out: State = {}
     for layer in range(2):
         at = f"layers.{layer}.mlp"
@@ -82,8 +84,8 @@ def stacked(state: State) -> State:
 
 
 @pytest.mark.parametrize("out", ["out.pt", "out.safetensors"])
-def test_experts_are_stacked_and_come_back(tmp_path: Path, moe: State, out: str) -> None:
-    """And the experts of another name stay as they are."""
+def test_experts_are_stacked_and_unstacked(tmp_path: Path, moe: State, out: str) -> None:
+    """Experts are stacked and unstacked again. Experts with another name do not change."""
     got = regrouped(tmp_path, moe, *MIXTRAL, out=out)
     assert {name: tensor.tolist() for name, tensor in got.items()} == {
         name: tensor.tolist() for name, tensor in stacked(moe).items()
@@ -95,18 +97,20 @@ def test_experts_are_stacked_and_come_back(tmp_path: Path, moe: State, out: str)
     assert all(torch.equal(again[name], moe[name]) for name in moe)
 
 
-def test_new_names_stand_where_the_first_of_their_group_stood(tmp_path: Path, moe: State) -> None:
-    """Unstacked ones by index, then as the rule names them."""
+def test_new_tensors_take_the_position_of_the_first_of_their_group(tmp_path: Path, moe: State) -> None:
+    """A new tensor takes the position of the first tensor of its group. Unstacked tensors are sorted by index, and then
+    as in the rule.
+    """
     got = regrouped(tmp_path, moe, *MIXTRAL)
     same(got, stacked(moe))
     got = regrouped(tmp_path, got, *MIXTRAL, reverse=True)
     assert list(got)[:4] == [
         f"layers.0.mlp.experts.{e}.{w}.weight" for e in (0, 1) for w in ("w1", "w3")
-    ]  # gate_up_proj stood first, then down_proj
+    ]  # gate_up_proj was first, then down_proj
 
 
-def test_a_split_is_views_of_one_storage(tmp_path: Path) -> None:
-    """So no byte of a tensor is written again."""
+def test_parts_of_a_split_are_views_of_one_storage(tmp_path: Path) -> None:
+    """The parts of a split along the first dimension are views of one storage."""
     got = regrouped(
         tmp_path, {"qkv.weight": numbered(12, 4), "qkv.bias": numbered(12)}, "**.qkv.* = **.q.*:1, **.k.*:1, **.v.*:1"
     )
@@ -119,7 +123,9 @@ def test_a_split_is_views_of_one_storage(tmp_path: Path) -> None:
 
 
 def test_split_by_sizes(tmp_path: Path) -> None:
-    """6144 rows of Llama-3 are also three times 2048, so that sizes are said."""
+    """A split needs sizes or shares, because the parts cannot be guessed. The 6144 rows of a fused weight of Llama-3,
+    for example, could also be three parts of 2048.
+    """
     state = {"a.qkv.weight": numbered(12, 2)}
     got = regrouped(tmp_path, state, "**.qkv.weight = **.q.weight[8], **.k.weight[2], **.v.weight[2]")
     q, k, v = state["a.qkv.weight"].split([8, 2, 2])
@@ -130,7 +136,9 @@ def test_split_by_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("leading", [False, True])
 def test_groups_are_those_of_megatron(tmp_path: Path, *, leading: bool) -> None:
-    """Each group has its queries, a key and a value: the same as by reshape, with and without an axis of layers."""
+    """A grouped split equals a reshape in which each group contains its queries, a key and a value, as in Megatron.
+    This is true with and without a leading dimension of layers.
+    """
     layers, groups, q, dim, hidden = 2, 4, 3, 2, 5
     weight = numbered(layers, groups * (q + 2) * dim, hidden)
     by_group = weight.reshape(layers, groups, (q + 2), dim, hidden)
@@ -150,7 +158,9 @@ def test_groups_are_those_of_megatron(tmp_path: Path, *, leading: bool) -> None:
 
 
 def test_groups_of_one_interleave(tmp_path: Path) -> None:
-    """As gpt-oss has gate and up, on the last dimension."""
+    """If each group contains one element of each part, the parts interleave. gpt-oss stores gate and up in this way
+    along the last dimension.
+    """
     weight = numbered(2, 3, 8)
     rule = "x.gate_up @2/4 = x.gate:1, x.up:1"
     got = regrouped(tmp_path, {"x.gate_up": weight}, rule)
@@ -159,7 +169,7 @@ def test_groups_of_one_interleave(tmp_path: Path) -> None:
 
 
 def test_other_dimensions(tmp_path: Path) -> None:
-    """Parts along the last dimension are written out; so are those of a transposed tensor."""
+    """A split along the last dimension, and a split of a transposed tensor, write contiguous tensors."""
     state = {"w": numbered(3, 8), "t": numbered(8, 3).t()}
     rules = "w @1 = a:3, b:1", "t @0 = c:2, d:1"
     got = regrouped(tmp_path, state, *rules)
@@ -168,8 +178,8 @@ def test_other_dimensions(tmp_path: Path) -> None:
     same(regrouped(tmp_path, got, *rules, reverse=True), state)
 
 
-def test_what_a_dash_takes_is_left_behind(tmp_path: Path) -> None:
-    """And named, with its size. It may be nothing."""
+def test_part_named_dash_is_left_behind(tmp_path: Path) -> None:
+    """A part that is named ``-`` is left behind, and the report contains its size. The part may be empty."""
     torch.save({"old.weight": numbered(10, 4)}, tmp_path / "in.pt")
     report = ckptconv.convert(tmp_path / "in.pt", tmp_path / "out.pt", regroup="old.weight = new.weight[8], -")
     same(torch.load(tmp_path / "out.pt"), {"new.weight": numbered(10, 4)[:8]})
@@ -180,7 +190,9 @@ def test_what_a_dash_takes_is_left_behind(tmp_path: Path) -> None:
 
 
 def test_numbers_shift_and_those_below_0_stay(tmp_path: Path) -> None:
-    """A rename with arithmetic; a note counts what stays."""
+    """A rule can shift the numbers in names. A name whose number would be below 0 does not change, and a note counts
+    such names.
+    """
     torch.save({"blocks.0.x": numbered(1), "blocks.1.x": numbered(2)}, tmp_path / "in.pt")
     report = ckptconv.convert(tmp_path / "in.pt", tmp_path / "out.pt", regroup="blocks.{n+1}.x = layers.{n}.x")
     assert list(torch.load(tmp_path / "out.pt")) == ["blocks.0.x", "layers.0.x"]
@@ -188,13 +200,13 @@ def test_numbers_shift_and_those_below_0_stay(tmp_path: Path) -> None:
 
 
 def test_names_can_move_up(tmp_path: Path) -> None:
-    """All names change at once, so a new one may be an old one."""
+    """All names change at the same time, so a new name can equal an old name."""
     got = regrouped(tmp_path, {f"b.{n}": numbered(n + 1) for n in range(3)}, "b.{n} = b.{n+1}")
     assert {name: len(tensor) for name, tensor in got.items()} == {"b.1": 1, "b.2": 2, "b.3": 3}
 
 
-def test_each_rule_sees_the_names_that_the_one_before_left(tmp_path: Path) -> None:
-    """Also tensors that it made."""
+def test_each_rule_applies_to_the_result_of_the_previous_rule(tmp_path: Path) -> None:
+    """Each rule applies to the names that the previous rule left, including those of new tensors."""
     state = {f"l.{n}.qkv": numbered(6, 2, start=10 * n) for n in range(3)}
     got = regrouped(
         tmp_path, state, "l.{n}.qkv = l.{n}.q:1, l.{n}.k:1, l.{n}.v:1", "l.{n}.k = k", "l.{n}.v = v", "v:1, k:1 = vk @1"
@@ -205,7 +217,7 @@ def test_each_rule_sees_the_names_that_the_one_before_left(tmp_path: Path) -> No
 
 
 def test_metadata_follows(tmp_path: Path) -> None:
-    """The modules in ``_metadata`` are those of the new names, with the version of the old module."""
+    """``_metadata`` contains the modules of the new names, each with the version of the old module."""
     model = torch.nn.Module()
     model.add_module("qkv", torch.nn.Linear(2, 6))
     model.add_module("norm", torch.nn.BatchNorm1d(2))
@@ -219,13 +231,15 @@ def test_metadata_follows(tmp_path: Path) -> None:
 
 
 def test_parameters_stay_parameters(tmp_path: Path) -> None:
-    """With what they say of gradients."""
+    """The parts of a parameter are parameters, and they require gradients like the whole."""
     got = regrouped(tmp_path, {"w": torch.nn.Parameter(numbered(4, 2))}, "w = a:1, b:1")
     assert all(isinstance(each, torch.nn.Parameter) and each.requires_grad for each in got.values())
 
 
 def test_ties_are_regrouped_once_or_refused(tmp_path: Path) -> None:
-    """A tensor with two names is one tensor afterwards too."""
+    """A tensor with two names is regrouped once and still has two names. A rule that regroups only one of the names is
+    refused.
+    """
     a, b = numbered(2, 2), numbered(2, 2, start=9)
     state = {"x.0.a": a, "x.0.b": b, "x.1.a": a, "x.1.b": b}
     got = regrouped(tmp_path, state, "x.{n}.a:1, x.{n}.b:1 = x.{n}.ab")
@@ -239,16 +253,18 @@ def test_ties_are_regrouped_once_or_refused(tmp_path: Path) -> None:
         regrouped(tmp_path, {"embed": a, "head": a}, "embed = e[1], -")
 
 
-def test_a_rename_does_not_concern_the_numbers_of_an_optimizer(tmp_path: Path) -> None:
-    """Not even if it is not known which number is which weight."""
+def test_rename_ignores_the_numbers_of_an_optimizer(tmp_path: Path) -> None:
+    """A rename is not refused if it is unknown which number of an optimizer belongs to which weight."""
     model = torch.nn.Linear(2, 6)
     optimizer = torch.optim.Adam(model.parameters())
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     assert regrouped(tmp_path, state, "weight = w", "bias = b")["optimizer"].keys() == {"state", "param_groups"}
 
 
-def test_what_belongs_to_a_weight(tmp_path: Path) -> None:
-    """Scales go with it, at whole blocks; a bias goes with it, or stays with a note beside a stacked weight."""
+def test_companions_of_a_weight(tmp_path: Path) -> None:
+    """A weight is regrouped only together with its bias and its scales, and is cut only at the ends of their blocks.
+    The bias of a stacked weight stays as it is, and a note names it.
+    """
     fp8 = torch.zeros(512, 4).to(torch.float8_e4m3fn)
     state = {"a.qkv.weight": fp8, "a.qkv.weight_scale_inv": numbered(4, 1)}
     rule = "**.qkv.weight = **.q.weight[256], **.k.weight[256]"
@@ -258,7 +274,7 @@ def test_what_belongs_to_a_weight(tmp_path: Path) -> None:
     assert regrouped(tmp_path, state, rule, scales)["a.k.weight_scale_inv"].tolist() == [[2], [3]]
     with pytest.raises(RefusedError, match=r"not cut where the blocks of a\.qkv\.weight_scale_inv end"):
         regrouped(tmp_path, state, "**.qkv.weight = **.q.weight[200], **.k.weight[312]", scales)
-    # 192 rows with two scales: blocks of 128, not of 96; 64 rows with one scale: blocks of 64 or 128
+    # 192 rows with two scales have blocks of 128, not of 96. 64 rows with one scale have blocks of 64 or 128.
     odd = {"a.qkv.weight": fp8[:192], "a.qkv.weight_scale_inv": numbered(2, 1)}
     halves = ("a.qkv.weight = a.q.weight:1, a.k.weight:1", "a.qkv.weight_scale_inv = a.q.scales:1, a.k.scales:1")
     with pytest.raises(RefusedError, match="not cut where the blocks"):
@@ -282,8 +298,10 @@ def test_what_belongs_to_a_weight(tmp_path: Path) -> None:
     assert any("e.0.bias" in note for note in report.notes)
 
 
-def test_numbers_by_name(tmp_path: Path) -> None:
-    """They are given, or stand in the config.json beside the file, also below a section."""
+def test_named_sizes(tmp_path: Path) -> None:
+    """The value of a named size comes from ``sizes`` or from the config.json next to the file. The name can contain a
+    section.
+    """
     state = {"qkv.weight": numbered(12, 2)}
     rule = "qkv.weight = q.weight:$heads, k.weight:$text_config.kv, v.weight:$text_config.kv"
     expected = dict(zip(("q.weight", "k.weight", "v.weight"), state["qkv.weight"].split([8, 2, 2]), strict=True))
@@ -297,7 +315,9 @@ def test_numbers_by_name(tmp_path: Path) -> None:
 
 
 def test_files_of_rules(tmp_path: Path) -> None:
-    """A rule a line, with comments. One that matches nothing is an error only if no other matches."""
+    """A file of rules contains one rule in each line, and comments. A rule that matches nothing is an error only if no
+    rule matches.
+    """
     rules = tmp_path / "my.rules"
     rules.write_text("// of my model\nw = a:1, b:1   // halves\nforward: x = y[1], -\n\nno.such = name\n")
     state = {"w": numbered(4, 2)}
@@ -312,7 +332,9 @@ def test_files_of_rules(tmp_path: Path) -> None:
 
 
 def test_shards(tmp_path: Path, moe: State) -> None:
-    """A whole stands in the shard of its first part, and the index says so."""
+    """Tensors of several shards are joined, and the index contains the shard of each new tensor. A single shard is
+    refused if parts are missing or can be in other shards.
+    """
     folder = tmp_path / "set"
     folder.mkdir()
     names = list(moe)
@@ -333,21 +355,23 @@ def test_shards(tmp_path: Path, moe: State) -> None:
     with pytest.raises(RefusedError, match="a part is missing"):
         ckptconv.convert(folder / "model-00001-of-00002.safetensors", tmp_path / "x.safetensors", regroup=MIXTRAL[0])
     save_file({f"e.{i}.w": numbered(2) for i in range(3)}, one := tmp_path / "model-00001-of-00002.safetensors")
-    with pytest.raises(RefusedError, match="other parts can be in the others"):  # e.3.w, and nobody knows
+    with pytest.raises(RefusedError, match="other parts can be in the others"):  # e.3.w may be in another shard
         ckptconv.convert(one, tmp_path / "x.safetensors", regroup="e.{i}.w = e.w")
     assert not (tmp_path / "x.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", ["in.pt", "in.safetensors"])
 def test_a_split_in_place(tmp_path: Path, name: str) -> None:
-    """Only the pickle or the header changes, and undo takes it back; a join is refused."""
+    """An in-place split changes only the pickle or the header, and ``undo`` restores the file. A split that has to
+    rewrite tensor data is refused.
+    """
     state = {"qkv.weight": numbered(12, 4), "z": numbered(3)}
     path = tmp_path / name
     if name.endswith("pt"):
         torch.save(state, path)
     else:
         save_file({"qkv.weight": state["qkv.weight"], "z" * 500: state["z"]}, path)
-        ckptconv.convert(path, rename=[("^z+$", "z")], in_place=True)  # the header has room then
+        ckptconv.convert(path, rename=[("^z+$", "z")], in_place=True)  # this leaves free space in the header
     old = path.read_bytes()
     report = ckptconv.convert(path, regroup="qkv.weight = q:1, k:1, v:1", in_place=True)
     got = load_file(path) if name.endswith("safetensors") else torch.load(path)
@@ -363,7 +387,7 @@ def test_a_split_in_place(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_far_files(tmp_path: Path, moe: State, suffix: str) -> None:
-    """Are read by ranges: stacks, joins, and a cut along another dimension."""
+    """Tensors of remote files are stacked, joined, and cut along another dimension."""
     state = {**moe, "qkv": numbered(4, 6)}
     save_file(state, tmp_path / "in.safetensors") if suffix == "safetensors" else torch.save(state, tmp_path / "in.pt")
     with serving({f"in.{suffix}": (tmp_path / f"in.{suffix}").read_bytes()}) as server:
@@ -373,7 +397,7 @@ def test_far_files(tmp_path: Path, moe: State, suffix: str) -> None:
 
 
 def test_damage_is_seen(tmp_path: Path) -> None:
-    """A tensor of which only a part is taken is compared with its checksum."""
+    """A split that writes new tensor data compares the source with its checksum, and reports damage."""
     torch.save({"w": numbered(64, 64), "x": numbered(64, 2)}, tmp_path / "in.pt")
     data = bytearray((tmp_path / "in.pt").read_bytes())
     at = data.index(numbered(64, 64).numpy().tobytes())
@@ -386,7 +410,9 @@ def test_damage_is_seen(tmp_path: Path) -> None:
 
 
 def test_the_report_has_every_group_before_anything_is_written(tmp_path: Path, moe: State) -> None:
-    """With shapes, as text and as data."""
+    """The report of a dry run contains every group with its shapes. The report of a conversion summarizes similar
+    groups in its text.
+    """
     torch.save(moe, tmp_path / "in.pt")
     report = ckptconv.convert(tmp_path / "in.pt", tmp_path / "out.pt", regroup=MIXTRAL, dry_run=True)
     assert str(report).count("experts.gate_up_proj [11, 12, 4]") == 2
@@ -400,7 +426,7 @@ def test_the_report_has_every_group_before_anything_is_written(tmp_path: Path, m
 
 _PAIR = {"q": numbered(4, 2), "k": numbered(2, 2), "i": numbered(2, 2).to(torch.int64), "o": numbered(2, 3)}
 
-#: Rules that make no sense, whatever the names: the rule, and what is said.
+#: Rules that make no sense for any names, and a part of the error.
 SENSELESS = {
     "a": "one = between its sides",
     "a = b = c": "one = between its sides",
@@ -438,14 +464,14 @@ SENSELESS = {
 
 @pytest.mark.parametrize("rule", SENSELESS)
 def test_rules_that_make_no_sense(tmp_path: Path, rule: str) -> None:
-    """One line says why, before anything is read."""
+    """A rule that makes no sense is refused with the reason in one line, before anything is read."""
     with pytest.raises(UsageError) as error:
         ckptconv.convert(tmp_path / "none.pt", tmp_path / "out.pt", regroup=rule)
     assert SENSELESS[rule] in str(error.value)
     assert "\n" not in str(error.value)
 
 
-#: Rules that do not fit the tensors: the names, the rules, and what is said.
+#: Tensors, rules that do not fit them, and a part of the error.
 UNFIT: dict[str, tuple[State, tuple[str, ...], str]] = {
     "shares": (_PAIR, ("q = a:1, b:2",), "4, which 3 shares do not divide"),
     "sizes": (_PAIR, ("q = a[1], b[2]",), "the sizes in the rule are not those of q"),
@@ -484,7 +510,7 @@ UNFIT: dict[str, tuple[State, tuple[str, ...], str]] = {
 
 @pytest.mark.parametrize("case", UNFIT)
 def test_rules_that_do_not_fit(tmp_path: Path, case: str) -> None:
-    """One line names the tensors, and nothing is written."""
+    """A rule that does not fit the tensors is refused with the reason in one line, and nothing is written."""
     state, rules, text = UNFIT[case]
     with pytest.raises(CkptconvError) as error:
         regrouped(tmp_path, state, *rules)
@@ -494,7 +520,9 @@ def test_rules_that_do_not_fit(tmp_path: Path, case: str) -> None:
 
 
 def test_rules_that_have_no_reverse(tmp_path: Path) -> None:
-    """What was left behind is gone; a join without shares is a split without."""
+    """A rule that drops a part, and a join without shares or sizes, have no reverse. ``reverse`` without rules is
+    refused.
+    """
     for rule in ("q = a[1], -", "a, b = c"):
         with pytest.raises(UsageError):
             ckptconv.convert(tmp_path / "none.pt", tmp_path / "out.pt", regroup=rule, reverse=True)
@@ -503,13 +531,15 @@ def test_rules_that_have_no_reverse(tmp_path: Path) -> None:
 
 
 def test_a_tensor_without_bytes_makes_no_million_names(tmp_path: Path) -> None:
-    """It can have any number of rows."""
+    """A tensor without data can have any number of rows, so the number of new tensors is bounded."""
     with pytest.raises(LimitError):
         regrouped(tmp_path, {"x": torch.empty(LIMITS.regrouped + 1, 0)}, "x = y.{e}")
 
 
 def test_rules_cost_no_more_than_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their length, their number times that of the names, and the tensors that they make."""
+    """The length of a rule, the number of rules times the number of names, and the number of new tensors are
+    bounded.
+    """
     state = {f"x.{i}": numbered(1) for i in range(100)}
     parts = ", ".join(f"y{i}.{{n}}:1" for i in range(999))
     with pytest.raises(UsageError, match=r"the rule is too long \(expected at most 10,000 characters\)"):
@@ -522,8 +552,10 @@ def test_rules_cost_no_more_than_a_bound(tmp_path: Path, monkeypatch: pytest.Mon
         regrouped(tmp_path, state, "x.{n} = y.{n}", "y.{n} = z.{n}", "z.{n} = x.{n}")
 
 
-def test_long_names_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The modules around a tensor, and the tensors that a rule makes of it, can have far more characters than it."""
+def test_long_names_are_counted_as_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The characters of names are counted as work. The modules above a tensor, and the tensors that a rule makes of it,
+    can have far more characters than its name.
+    """
     monkeypatch.setattr("ckptconv.work.LIMITS", dataclasses.replace(LIMITS, work=20_000))
     save_file({"a." * 2_000 + "q.weight": torch.ones(2, 2)}, tmp_path / "a.safetensors")
     with pytest.raises(LimitError, match="too much work"):
@@ -538,8 +570,10 @@ def test_long_names_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         _ = [pattern.fill({"e": row}, ("a" * 10_000 + ".",)) for row in range(100)]
 
 
-def test_many_rules_that_rename_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count for each name and rule: the new names are kept until the optimizers have followed."""
+def test_repeated_renames_are_counted_as_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pair of a name and a rule is counted as work, because the new names are kept until the optimizers have
+    followed.
+    """
     monkeypatch.setattr("ckptconv.work.LIMITS", dataclasses.replace(LIMITS, work=10_000, work_each=0))
     state = {f"a0.{i}": torch.ones(1) for i in range(50)}
     save_file(state, tmp_path / "a.safetensors")
@@ -549,14 +583,18 @@ def test_many_rules_that_rename_all(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             ckptconv.convert(tmp_path / "a.safetensors", tmp_path / f"{n}.safetensors", regroup=rules)
 
 
-def test_state_whose_name_has_a_line_break(tmp_path: Path) -> None:
-    """Is state as well: a pattern that ends at the break would be tried at each word, and the name can be long."""
+def test_companion_whose_name_contains_a_line_break(tmp_path: Path) -> None:
+    """A companion of a weight is recognized even if its name contains a line break. A pattern that ends at the line
+    break would be tried at each word of a long name.
+    """
     with pytest.raises(RefusedError, match=r"belongs to q\.weight, which is regrouped"):
         regrouped(tmp_path, {"q.weight": numbered(2), "q.scale\n": numbered(2)}, "q.weight = a.weight:1, b.weight:1")
 
 
 def test_a_cell_of_many_tensors_is_read_once() -> None:
-    """The second of two rules can regroup each of the tensors that the first one made of one."""
+    """All tensors that an earlier rule made of one tensor are in one cell. A later rule that regroups each of them
+    reads the cell once.
+    """
 
     class Key(str):
         seen = 0
@@ -581,7 +619,9 @@ def test_a_cell_of_many_tensors_is_read_once() -> None:
 
 
 def test_files_that_are_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is missing, too large, no text, or not a rule in each line; sizes that are no sizes."""
+    """Files of rules are reported if they are missing, too large, not text, or invalid in a line. Invalid sizes are
+    reported too.
+    """
     state = {"w": numbered(4)}
     rules, sizes = tmp_path / "my.rules", tmp_path / "my.json"
     with pytest.raises(CkptconvError, match="No such file"):
@@ -608,7 +648,7 @@ def test_files_that_are_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(UsageError, match=r"the value of \$n is not known"):
             regrouped(tmp_path, state, "w = a:$n, b:1")
     (tmp_path / "config.json").write_text(json.dumps({"k" * 1_000: {f"n{i}": 1 for i in range(9)}, "n": 1}))
-    assert _flat(json.loads((tmp_path / "config.json").read_text())) == {"n": 1}  # no name of a thousand characters
+    assert _flat(json.loads((tmp_path / "config.json").read_text())) == {"n": 1}  # names of 1000 characters are ignored
     rules.write_text("w = a:1, b:1\n")
     assert regrouped(tmp_path, state, rules=str(rules)).keys() == {"a", "b"}
     set_limits(monkeypatch, dataclasses.replace(LIMITS, rules_bytes=len(rules.read_bytes()) - 1))
@@ -617,7 +657,7 @@ def test_files_that_are_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_two_names_that_become_one(tmp_path: Path) -> None:
-    """Are both named."""
+    """If two names would become one, the error contains both names."""
     state = {"x.0.a": numbered(4), "x.1.a": numbered(4)}
     with pytest.raises(CollisionError, match=r"x\.0\.a and x\.1\.a would become y\.1"):
         regrouped(tmp_path, state, "x.{n}.a = y.{n}:1, y.{n+1}:1")

@@ -1,4 +1,6 @@
-"""Optimizers follow weights that are split, joined and stacked: a run goes on as one that torch changed in memory."""
+"""Optimizers follow weights that are split, joined and stacked. Training continues as with a model that torch changed
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ State = dict[str, torch.Tensor]
 
 
 class Lion(torch.optim.Optimizer):
-    """The update of Lion (Chen et al., 2023, algorithm 2), which torch does not have."""
+    """The optimizer Lion (Chen et al., 2023, algorithm 2), which torch does not contain."""
 
     def __init__(self, params: Any, lr: float = 0.001) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
@@ -51,7 +53,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Experts(nn.Module):
-    """Experts that are one stacked parameter."""
+    """Experts in one stacked parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +64,9 @@ class Experts(nn.Module):
 
 
 class Net(nn.Module):
-    """Attention and experts, in separate weights or `fused`. A norm is frozen, and `spare` never gets a gradient."""
+    """A model with attention and experts, in separate or `fused` weights. The weight of the norm is frozen, and `spare`
+    never gets a gradient.
+    """
 
     def __init__(self, *, fused: bool, spare: bool = True, backwards: bool = False) -> None:
         super().__init__()
@@ -98,7 +102,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> li
 
 
 def groups_of(net: nn.Module, *, named: bool = False) -> list[dict[str, Any]]:
-    """Return matrices and vectors in a group each, with their names or without."""
+    """Return the vectors in one group and all other parameters in another. Include the names if `named`."""
     every = list(net.named_parameters())
     parts = [[each for each in every if (each[1].ndim == 1) == is_vector] for is_vector in (False, True)]
     return [
@@ -107,7 +111,7 @@ def groups_of(net: nn.Module, *, named: bool = False) -> list[dict[str, Any]]:
 
 
 def changed(state: State, *, split: bool) -> State:
-    """Return what torch makes of tensors by their names."""
+    """Return `state` in its split or joined form, computed by torch."""
     state = dict(state)
     for last in ("weight", "bias"):
         if split and f"qkv.{last}" in state:
@@ -122,7 +126,7 @@ def changed(state: State, *, split: bool) -> State:
 
 
 def in_memory(net: Net, optimizer: torch.optim.Optimizer, kind: str, *, split: bool) -> tuple[Net, Any]:
-    """Return the model and the optimizer of the other form, with everything that torch makes of this one."""
+    """Return the model and the optimizer in the other form, with all weights and states converted by torch."""
     new = Net(fused=not split, spare=hasattr(net, "spare"))
     new.load_state_dict(changed(net.state_dict(), split=split))
     taker = OPTIMIZERS[kind](groups_of(new))
@@ -132,7 +136,7 @@ def in_memory(net: Net, optimizer: torch.optim.Optimizer, kind: str, *, split: b
         like = {name: values[field] for name, values in by_name.items()}
         if any(torch.is_tensor(value) and value.ndim for value in like.values()):
             theirs = changed(like, split=split)
-        else:  # a number that all have
+        else:  # a number that is the same for all parameters
             theirs = {name: like.get(name, like["q.weight" if not split else "qkv.weight"]) for name in parameters}
             theirs = {name: value for name, value in theirs.items() if parameters[name].grad is None}
             theirs = {n: v for n, v in theirs.items() if "spare" not in n and parameters[n].requires_grad}
@@ -154,9 +158,9 @@ def moments(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[
 @pytest.mark.parametrize(
     ("kind", "way"), [("Adam", "names"), ("Adam", "like"), *((kind, "order") for kind in OPTIMIZERS)]
 )
-def test_a_run_goes_on_with_regrouped_weights(tmp_path: Path, kind: str, split: bool, way: str) -> None:
-    """By names for ``set_optimizer_state_dict``, which needs a state for each parameter, and by numbers for
-    ``load_state_dict``, in the order of the output or of another checkpoint.
+def test_training_continues_with_regrouped_weights(tmp_path: Path, kind: str, split: bool, way: str) -> None:
+    """``set_optimizer_state_dict``, which needs a state for each parameter, loads the regrouped state by names.
+    ``load_state_dict`` loads it by numbers, in the order of the output or of another checkpoint. Training continues.
     """
     src, dst, like = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.pt"
     torch.manual_seed(1)
@@ -190,27 +194,27 @@ def test_a_run_goes_on_with_regrouped_weights(tmp_path: Path, kind: str, split: 
     assert train(new, taker, seed=2) == train(expected_net, expected, seed=2)
 
 
-# What is refused
+# Refused states
 
 
 def adam(**of: Any) -> dict[str, Any]:
-    """Return the entry of an Adam for a parameter (2, 3), with other or more values."""
+    """Return the state of a parameter of shape (2, 3) in Adam, updated with `of`."""
     return {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3), "exp_avg_sq": torch.ones(2, 3), **of}
 
 
 def named(a: Any, b: Any, *, groups: Any = None, names: Iterable[str] = "ab") -> dict[str, Any]:
-    """Return an optimizer of the weights a and b by names, with their entries unless these are None."""
+    """Return an optimizer of the weights ``a`` and ``b``, keyed by names. Leave out an entry that is None."""
     state = {key: entry for key, entry in zip("ab", (a, b), strict=True) if entry is not None}
     return {"state": state, "param_groups": groups or [{"lr": 0.1, "params": [*names]}]}
 
 
-BLOCKS = {  # bitsandbytes/optim/optimizer.py, Optimizer1State.init_state: of weights with at least 4,096 numbers
+BLOCKS = {  # bitsandbytes/optim/optimizer.py, Optimizer1State.init_state, for weights of at least 4,096 numbers
     "step": 3,
     "state1": torch.zeros(2, 3, dtype=torch.uint8),
     "qmap1": torch.zeros(256),
     "absmax1": torch.zeros(1),
 }
-#: The optimizer of a file whose weights a and b are joined, and why that is refused.
+#: The optimizer of a file whose weights a and b are joined, and the reason why the rule is refused.
 REFUSED: dict[str, tuple[Any, str]] = {
     "steps that differ": (named(adam(), adam(step=torch.tensor(2.0))), "step of a, b must be equal"),
     "numbers that differ": (named(adam(step=3), adam(step=2)), r"step of a, b must be equal \(got 3, 2\)"),
@@ -252,7 +256,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_state_that_cannot_follow_is_refused(tmp_path: Path, case: str) -> None:
-    """Nothing is written, the error names what is in question, and its last hint leaves the optimizer out."""
+    """State that cannot follow its weights is refused, and nothing is written. The error contains the reason, and a
+    hint suggests leaving out the optimizer. Without the optimizer, the conversion succeeds.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     optimizer, why = REFUSED[case]
     torch.save({"model": {"a": torch.ones(2, 3), "b": torch.ones(2, 3)}, "optimizer": optimizer}, src)
@@ -261,11 +267,13 @@ def test_state_that_cannot_follow_is_refused(tmp_path: Path, case: str) -> None:
     assert "to leave out the optimizer: drop='optimizer'" in str(caught.value)
     assert not dst.exists()
     ckptconv.convert(src, dst, regroup="a, b = ab", drop="optimizer")
-    ckptconv.convert(src, tmp_path / "c.safetensors", regroup="a, b = ab")  # which has no optimizer
+    ckptconv.convert(src, tmp_path / "c.safetensors", regroup="a, b = ab")  # this format contains no optimizer
 
 
-def test_options_that_are_nested_or_share_parts_take_no_time(tmp_path: Path) -> None:
-    """Written out, these tuples would have 2**400 members."""
+def test_nested_options_with_shared_parts_are_compared_quickly(tmp_path: Path) -> None:
+    """Nested options that share their parts are compared without expanding them. Expanded, these tuples would have
+    2**400 members.
+    """
 
     def options() -> Any:
         made: Any = ()
@@ -286,7 +294,7 @@ def one_group(*names: str, **options: Any) -> dict[str, Any]:
     return {"state": {}, "param_groups": [{"params": [*names], **options}]}
 
 
-#: Checkpoints, and a rule.
+#: Functions that return a checkpoint and a rule.
 LARGE: dict[str, Callable[[], tuple[dict[str, Any], str]]] = {
     "options of a group": lambda: (
         {
@@ -314,7 +322,7 @@ LARGE: dict[str, Callable[[], tuple[dict[str, Any], str]]] = {
 
 
 @pytest.mark.parametrize("case", LARGE)
-def test_what_each_change_reads_again_is_counted(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_reading_is_counted_as_work(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=100_000))
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     checkpoint, rule = LARGE[case]()
@@ -324,14 +332,15 @@ def test_what_each_change_reads_again_is_counted(tmp_path: Path, case: str, monk
 
 
 def numbered(names: str, *shapes: tuple[int, ...]) -> dict[str, Any]:
-    """Return an optimizer by numbers with these names."""
+    """Return an optimizer that is keyed by numbers, with these `names` and a state for each of the `shapes`."""
     state = {i: adam(exp_avg=torch.ones(shape), exp_avg_sq=torch.ones(shape)) for i, shape in enumerate(shapes)}
     return {"state": state, "param_groups": [{"params": [*state], "param_names": names.split()}]}
 
 
-def test_numbers_of_the_new_model_are_not_guessed(tmp_path: Path) -> None:
-    """Code can register the new modules in any order, so the user vouches, asks for names, or shows the order. An order
-    that no model can have is refused even so.
+def test_new_parameter_numbers_are_not_guessed(tmp_path: Path) -> None:
+    """The order of new modules is not guessed, because code can register them in any order. The user confirms the
+    order, requests names, or passes a checkpoint with the order. An order that no model can have is refused in any
+    case.
     """
     src, dst, other = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.pt"
     model = {"qk.weight": torch.ones(4, 3), "qk.bias": torch.ones(4)}
@@ -358,8 +367,10 @@ def test_numbers_of_the_new_model_are_not_guessed(tmp_path: Path) -> None:
     ]
 
 
-def test_a_whole_is_in_the_place_of_its_first_part(tmp_path: Path) -> None:
-    """In the state dict and in the optimizer, so that both have one order."""
+def test_joined_tensor_takes_the_position_of_its_first_part(tmp_path: Path) -> None:
+    """A joined tensor takes the position of its first part in the state dict and in the optimizer, so both have the
+    same order.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     model = {"z": torch.ones(1), "a": torch.ones(2, 3), "c": torch.ones(2), "b": torch.ones(2, 3)}
     torch.save({"model": model, "optimizer": numbered("z a c b", (1,), (2, 3), (2,), (2, 3))}, src)
@@ -370,7 +381,9 @@ def test_a_whole_is_in_the_place_of_its_first_part(tmp_path: Path) -> None:
 
 
 def test_each_part_has_a_step_of_its_own(tmp_path: Path) -> None:
-    """Torch counts it in place. Renames of the same command follow, and what is left behind is named."""
+    """Each part has its own step, because torch counts the steps in place. Later rules of the same command apply to the
+    optimizer too, and the report names the dropped parts.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     model = {"ab": torch.ones(5, 3), "c": torch.ones(2)}
     optimizer = numbered("ab c", (5, 3), (2,))
@@ -390,8 +403,10 @@ def test_each_part_has_a_step_of_its_own(tmp_path: Path) -> None:
     }
 
 
-def test_an_optimizer_that_has_other_weights_stays_as_it_is(tmp_path: Path) -> None:
-    """Those of another model, and frozen ones that are in no group."""
+def test_an_optimizer_of_other_weights_does_not_change(tmp_path: Path) -> None:
+    """An optimizer does not change, except for renames, if it belongs to another model, or if the regrouped weights are
+    frozen and in none of its groups.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     obj = {
         "gen": {"a": torch.ones(2, 3), "b": torch.ones(2, 3), "lora": torch.ones(1)},
@@ -408,7 +423,7 @@ def test_an_optimizer_that_has_other_weights_stays_as_it_is(tmp_path: Path) -> N
 
 
 def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
-    """Under the first name of each; the second group takes no state."""
+    """Tied weights are one parameter, and its state has the first of the new names."""
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     a, b = torch.ones(2, 3), torch.ones(2, 3) * 2
     model = {"x.0.a": a, "x.0.b": b, "x.1.a": a, "x.1.b": b}
@@ -420,7 +435,7 @@ def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_in_a_file_of_its_own(tmp_path: Path) -> None:
-    """``model`` names the file with the weights, which stays as it is."""
+    """``model`` names the file with the weights of an optimizer in a separate file. This file does not change."""
     model, src, dst = tmp_path / "model.pt", tmp_path / "optimizer.pt", tmp_path / "b.pt"
     torch.save({"a": torch.ones(2, 3), "b": torch.ones(2, 3)}, model)
     before = model.read_bytes()

@@ -1,4 +1,4 @@
-"""Storages that are sent elsewhere: what the checkpoint says afterwards."""
+"""Storages that are moved to another device, and the devices that the checkpoint contains afterwards."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ckptconv.edits.options import Edits
 from ckptconv.formats import opening
 
 
-def test_devices_that_are_data_stay_and_are_named(tmp_path: Path) -> None:
-    """Those that the edit would have changed in a tensor; whoever asks for the device of a tensor gets no note."""
+def test_devices_in_user_data_do_not_change(tmp_path: Path) -> None:
+    """Devices in user data do not change. A note names those that the mapping would change in a tensor."""
     obj = {"w": torch.ones(1), "device": torch.device("cuda"), "run": {"on": "cuda:1", "name": "cuda", "and": "cpu"}}
     torch.save(obj, tmp_path / "x.pt")
     report = ckptconv.convert(tmp_path / "x.pt", tmp_path / "y.pt", map_location={"gpu": "cpu"})
@@ -30,7 +30,7 @@ def test_devices_that_are_data_stay_and_are_named(tmp_path: Path) -> None:
     assert not any("are data" in note for note in report.notes)
 
 
-def test_graph_storages_and_tensors_agree_on_where_they_are(tmp_path: Path) -> None:
+def test_graph_storages_and_tensors_have_the_same_device(tmp_path: Path) -> None:
     shared = torch.arange(6.0)
     obj = {"w": shared, "rest": shared[2:], "tied": shared, "meta": torch.empty(2, device="meta")}
     torch.save(obj, tmp_path / "x.pt")
@@ -44,7 +44,7 @@ def test_graph_storages_and_tensors_agree_on_where_they_are(tmp_path: Path) -> N
 
 
 def test_the_cpu_has_no_index(tmp_path: Path) -> None:
-    """``cpu:1`` is the CPU: tensors go there, and a report says ``cpu``."""
+    """``cpu:1`` means the CPU. Tensors move there, and the report contains ``cpu``."""
     torch.save({"w": torch.ones(1)}, tmp_path / "x.pt")
     report = ckptconv.convert(tmp_path / "x.pt", tmp_path / "y.pt", map_location="cpu:1")
     assert report.notes[-1] == "every tensor is on cpu already, so map_location='cpu' changed nothing"
@@ -54,9 +54,10 @@ def test_the_cpu_has_no_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_backend_of_ones_own(suffix: str, tmp_path: Path) -> None:
-    """A renamed backend is a target if the file has its tag, or if everything goes there; else it may be a typo, also
-    where the output has no devices. A word that is like a device is one in every file.
+def test_renamed_backends(suffix: str, tmp_path: Path) -> None:
+    """A renamed backend is a valid target if the file contains one of its tags, or if ``any`` is mapped to it.
+    Otherwise it is refused as a possible typo, also for a format without devices. A misspelled device is refused even
+    for ``any``.
     """
     torch.save({"w": torch.ones(1), "v": torch.ones(1)}, tmp_path / "x.pt")
     for wish in ("foo:0", {"cpu": "foo:0"}):

@@ -1,4 +1,4 @@
-"""The rules that are part of the package: what they make of tensors, and that they refuse other models."""
+"""The rules that are part of the package: the tensors that they make, and the models that they refuse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = dict[str, torch.Tensor]
 
 
 def converted(folder: Path, state: State, config: dict[str, Any] | None = None, **options: Any) -> State:
-    """Return what ``convert`` makes of `state`, beside which there is a `config`."""
+    """Save `state` with a config.json of `config` next to it, convert the file, and return the result."""
     torch.save(state, folder / "in.pt")
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
@@ -29,13 +29,13 @@ def converted(folder: Path, state: State, config: dict[str, Any] | None = None, 
 
 
 def same(got: State, expected: State) -> None:
-    """Check names, shapes and bits; the order may differ."""
+    """Check that names, shapes and values are equal. The order may differ."""
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in got)
 
 
 def experts(at: str, names: tuple[str, str, str]) -> State:
-    """Three experts of one layer, as files have them."""
+    """Return three experts of one layer in separate tensors below the path `at`."""
     gate, up, down = names
     return {
         f"{at}.experts.{e}.{name}.weight": torch.rand((4, 6) if name == down else (6, 4))
@@ -52,7 +52,7 @@ def experts(at: str, names: tuple[str, str, str]) -> State:
     ],
 )
 def test_experts(tmp_path: Path, rules: str, model: str, before: str, names: tuple[str, str, str]) -> None:
-    """Stacked and joined as torch does it, and back."""
+    """Experts are stacked and joined as torch does it, and the reverse restores them."""
     gate, up, down = names
     state = {f"{before}.gate.weight": torch.rand(3, 4), **experts(before, names)}
     stacks = {n: torch.stack([state[f"{before}.experts.{e}.{n}.weight"] for e in range(3)]) for n in names}
@@ -68,7 +68,7 @@ def test_experts(tmp_path: Path, rules: str, model: str, before: str, names: tup
 
 
 def test_phi_3(tmp_path: Path) -> None:
-    """The sizes of queries, keys and values follow from the numbers of heads in the configuration."""
+    """The sizes of queries, keys and values are computed from the numbers of heads in the configuration."""
     fused = {"l.self_attn.qkv_proj.weight": torch.rand(12, 4), "l.mlp.gate_up_proj.weight": torch.rand(6, 4)}
     q, k, v = fused["l.self_attn.qkv_proj.weight"].split([8, 2, 2])
     gate, up = fused["l.mlp.gate_up_proj.weight"].chunk(2)
@@ -80,7 +80,7 @@ def test_phi_3(tmp_path: Path) -> None:
 
 
 def test_timm_vit(tmp_path: Path) -> None:
-    """Queries, keys and values in thirds; everything else gets another name."""
+    """Queries, keys and values are the thirds of a fused tensor. All other tensors are renamed."""
     state = {f"blocks.{n}.attn.qkv.{p}": torch.rand(6, 2) for n in range(2) for p in ("weight", "bias")}
     state |= {"cls_token": torch.rand(1, 1, 2), "head.weight": torch.rand(3, 2), "norm.bias": torch.rand(2)}
     state["blocks.1.norm2.weight"] = torch.rand(2)
@@ -93,7 +93,9 @@ def test_timm_vit(tmp_path: Path) -> None:
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
-    """By what the configuration says, or by shapes in another order; without a configuration there is a note."""
+    """Rules refuse models of another type, and tensors with their dimensions in another order. Without a configuration,
+    the report contains a note.
+    """
     stacked = {"m.mlp.experts.gate_up_proj": torch.rand(3, 12, 4), "m.mlp.experts.down_proj": torch.rand(3, 4, 6)}
     torch.save(stacked, tmp_path / "in.pt")
     report = ckptconv.convert(tmp_path / "in.pt", tmp_path / "out.pt", rules="qwen2-moe", reverse=True)
@@ -108,8 +110,10 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         converted(tmp_path, stacked, rules="mixtrel")
 
 
-def test_they_are_listed(command: Command) -> None:
-    """With the models that they are for; and each rule has a reverse, or is left out of it."""
+def test_rules_are_listed(command: Command) -> None:
+    """The command lists the rules with their models. Each rule has a reverse unless it is a rule for the forward
+    direction only.
+    """
     said = command("rules").out
     for name, text in shipped_rules().items():
         rules = parse_rules(text.splitlines(), name)

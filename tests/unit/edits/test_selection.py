@@ -1,4 +1,4 @@
-"""``--drop``: what stands at a path is left out, and everything else is as it was; torch is the judge."""
+"""``--drop`` leaves out the object at a path and changes nothing else. The results are loaded by torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ W = torch.arange(4.0)
 
 
 def training() -> dict[str, Any]:
-    """Something of everything that can be left out."""
+    """Return a training checkpoint that contains an object of each kind that can be left out."""
     model = OrderedDict(w=W, b=W[:2] + 1)
     model._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
     shared = {"lr": 0.1, "steps": [1, 2, 3]}
@@ -38,7 +38,9 @@ def training() -> dict[str, Any]:
 
 
 def without(*where: Any) -> dict[str, Any]:
-    """The same but for what `where` says, each a list of keys; a text that starts with a dot is an attribute."""
+    """Return the training checkpoint without the objects at `where`. Each element of `where` is a list of keys, and a
+    key that begins with a dot is an attribute.
+    """
     obj = training()
     for *above, last in where:
         at: Any = obj
@@ -65,18 +67,20 @@ def without(*where: Any) -> dict[str, Any]:
             [["optimizer", "state", 0, "exp_avg"], ["optimizer", "state", 1, "exp_avg"]],
         ),
         (["optimizer/param_groups[1]"], [["optimizer", "param_groups", 1]]),
-        (["optimizer/param_groups[0]/steps[1]"], [["again", "steps", 1]]),  # a list that stands in two places
+        (["optimizer/param_groups[0]/steps[1]"], [["again", "steps", 1]]),  # a list at two paths
         (["args/.lr"], [["args", ".lr"]]),
         (["args/.a/b"], [["args", ".a", "b"]]),
-        (["seen/(0)[0]"], [["seen", "x"]]),  # a set is made of a list
+        (["seen/(0)[0]"], [["seen", "x"]]),  # pickle creates a set from a list
         ([r"a\/b"], [["a/b"]]),
         (["model/._metadata"], [["model", "._metadata"]]),
         (["model/w", "pair", "optimizer"], [["model", "w"], ["pair"], ["optimizer"]]),
         (["optimizer/*"], [["optimizer", "state"], ["optimizer", "param_groups"]]),
     ],
 )
-def test_what_is_dropped_is_gone_and_nothing_else(tmp_path: Path, paths: list[str], where: list[list[Any]]) -> None:
-    """Items, elements, attributes; by a glob each outermost place; and the report names it."""
+def test_only_dropped_objects_are_missing(tmp_path: Path, paths: list[str], where: list[list[Any]]) -> None:
+    """Only the items, elements and attributes at the given paths are dropped, and the report names them. A glob drops
+    each outermost match.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.save(training(), src)
     report = ckptconv.convert(src, dst, drop=paths)
@@ -97,21 +101,21 @@ def test_what_is_dropped_is_gone_and_nothing_else(tmp_path: Path, paths: list[st
     ],
 )
 def test_what_stays(tmp_path: Path, path: str, error: type[ckptconv.CkptconvError], words: str) -> None:
-    """What is not there, the members of tuples, and the whole."""
+    """Objects that do not exist, members of tuples, and the complete checkpoint cannot be dropped."""
     torch.save(training(), tmp_path / "a.pt")
     refused(error, words, tmp_path / "a.pt", tmp_path / "b.pt", drop=path)
 
 
-def test_what_a_call_needs_stays(tmp_path: Path) -> None:
-    """Its arguments: without them it would be another call."""
+def test_arguments_of_a_call_cannot_be_dropped(tmp_path: Path) -> None:
+    """An argument of a call cannot be dropped, because the call would become a different one."""
     torch.save({"w": W, "made": Reduced(range, (1, 2), None)}, tmp_path / "a.pt")
     refused(RefusedError, "drop='made'", tmp_path / "a.pt", tmp_path / "b.pt", drop="made/(0)")
     ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", drop="made")
     assert torch.load(tmp_path / "b.pt").keys() == {"w"}
 
 
-def test_what_is_dangerous_can_be_dropped(tmp_path: Path) -> None:
-    """And then the file is carried over, because the call is not."""
+def test_dangerous_objects_can_be_dropped(tmp_path: Path) -> None:
+    """If the dangerous call of a file is dropped, the file is converted."""
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.save({"w": W, "evil": Reduced(os.system, (f"touch {tmp_path}/ran",), None)}, src)
     refused(DangerousError, "system", src, dst)
@@ -119,8 +123,10 @@ def test_what_is_dangerous_can_be_dropped(tmp_path: Path) -> None:
     assert torch.load(dst).keys() == {"w"} and not (tmp_path / "ran").exists()
 
 
-def test_drop_comes_behind_select_and_before_globs(tmp_path: Path) -> None:
-    """Its paths are those of the source."""
+def test_drop_applies_after_select_and_before_globs(tmp_path: Path) -> None:
+    """``drop`` applies after ``select`` and before globs and prefixes. Its paths are those of the source. ``drop`` in
+    place is refused.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.save(training(), src)
     ckptconv.convert(src, dst, select="model", drop="model/b", add_prefix="m.")
@@ -138,8 +144,10 @@ def test_drop_comes_behind_select_and_before_globs(tmp_path: Path) -> None:
         {"exclude": "optimizer/*"},
     ],
 )
-def test_what_is_left_behind_already_is_no_typo(tmp_path: Path, options: Any) -> None:
-    """``--drop optimizer --state-dict`` is fulfilled by the second option; a word that is nowhere is an error still."""
+def test_paths_that_are_left_behind_already_are_not_errors(tmp_path: Path, options: Any) -> None:
+    """A path that another option has already left behind is not an error. For example, ``--state-dict`` already removes
+    the optimizer that ``--drop optimizer`` names. A path that does not exist is still an error.
+    """
     torch.save(training(), tmp_path / "a.pt")
     made = ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", **{"state_dict": True, **options})
     assert_same(torch.load(tmp_path / "b.pt"), training()["model"])
@@ -160,16 +168,18 @@ def test_what_is_left_behind_already_is_no_typo(tmp_path: Path, options: Any) ->
         ({"epoch": 1}, "no dict contains only names and tensors"),
     ],
 )
-def test_what_has_no_names_is_said(obj: object, said: str, tmp_path: Path) -> None:
-    """What cannot become safetensors because it has no names: an optimizer, a list as averages of weights are."""
+def test_objects_without_names_are_described(obj: object, said: str, tmp_path: Path) -> None:
+    """An object without names cannot become safetensors, and the error describes the object. Examples are the state of
+    an optimizer, and the list of tensors in averages of weights.
+    """
     torch.save(obj, tmp_path / "x.pt")
     with pytest.raises(RefusedError, match="there is no state dict in it: " + said):
         ckptconv.convert(tmp_path / "x.pt", tmp_path / "y.safetensors")
 
 
-def test_the_average_beside_the_weights_is_named(tmp_path: Path) -> None:
-    """The report says which path has the average (EMA) that is left behind; one of another model is none. Nothing is
-    said of it where a path was asked for.
+def test_average_of_the_weights_is_named(tmp_path: Path) -> None:
+    """The report names the path of an average (EMA) that is left behind, but not that of an average of another model.
+    If a path is selected, the report does not mention averages.
     """
     weights = torch.nn.Linear(2, 2).state_dict()
     shadow = {f"module.{name}": tensor for name, tensor in weights.items()}

@@ -1,5 +1,5 @@
-"""``--compact``: what no tensor shows goes, and nothing else: values, strides, sharing, checksums and
-containers stay.
+"""``--compact`` removes only the bytes that no tensor uses. Values, strides, sharing, checksums and containers do not
+change.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from tests.unit.edits.test_dtype_casts import (
 @settings(max_examples=min(settings().max_examples // 4, 300))
 @given(seed=st.integers(0, 1 << 32))
 def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str, seed: int) -> None:
-    """From every container to every other: the extents of the views, overlapping ones merged, in order on the same
-    storage; and as many bytes fewer as the report says.
+    """For each pair of containers, a storage is reduced to the extents of its views. Overlapping extents are merged and
+    remain in order on the same storage. The report contains the number of removed bytes.
     """
     chance = random.Random(seed)
     write, name, others = SOURCES[source]
@@ -75,13 +75,13 @@ def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str
         assert refusal(dst) is None or refusal(folder / name)
 
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
-# deprecated, once for each process.
+# In each process, torch warns once that nested, quantized, compressed sparse and complex32 tensors are experimental or
+# deprecated.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo(name: str, tmp_path: Path) -> None:
-    """Of everything that people save each tensor is what it was, in its place, with its strides, tags and ties; again,
-    it changes nothing; torch takes it as before.
+    """Each tensor of each checkpoint in the zoo keeps its values, path, strides, tag and ties. Torch loads the output
+    if it loads the input. A second run changes nothing.
     """
     src, dst = tmp_path / "src.pt", tmp_path / "dst.pt"
     zoo.save(zoo.ZOO[name](), src, pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
@@ -89,7 +89,7 @@ def test_the_zoo(name: str, tmp_path: Path) -> None:
     loaded = [torch.load(path, map_location="cpu", weights_only=False) for path in (src, dst)]
     assert refusal(dst) is None or refusal(src)
     assert tags_of(src)[1] == tags_of(dst)[1]
-    # whose storages hold more than is shown
+    # The storages of these contain more bytes than their tensors use.
     if name not in (
         "views",
         "small",
@@ -128,8 +128,10 @@ def test_the_zoo(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "again.pt").read_bytes() == dst.read_bytes()
 
 
-def test_what_the_report_says(tmp_path: Path) -> None:
-    """How many storages lost how many bytes; the size in the plan is the file's."""
+def test_report_contains_storages_and_bytes(tmp_path: Path) -> None:
+    """The report contains the number of storages that became smaller, and the number of removed bytes. The planned size
+    is the size of the file.
+    """
     base = torch.arange(1000.0)
     torch.save(
         {"a": base[10:20], "b": base[15:30], "c": base[500:501], "d": torch.ones(4)[1:], "e": torch.ones(2)},
@@ -141,8 +143,8 @@ def test_what_the_report_says(tmp_path: Path) -> None:
     assert report.size == planned.size == (tmp_path / "dst.pt").stat().st_size
 
 
-def test_of_two_dtypes_on_one_storage_whole_elements_stay(tmp_path: Path) -> None:
-    """The start of each range is one of the wider dtype's elements."""
+def test_two_dtypes_on_one_storage_keep_complete_elements(tmp_path: Path) -> None:
+    """If two dtypes share a storage, the remaining ranges consist of complete elements of the wider dtype."""
     base = torch.arange(64, dtype=torch.uint8)
     obj = {"f8": base[3:5].view(torch.float8_e4m3fn), "u8": base[21:23], "u16": base[40:48].view(torch.uint16)[1:3]}
     found, _ = round_trip(tmp_path, obj, compact=True)
@@ -150,8 +152,8 @@ def test_of_two_dtypes_on_one_storage_whole_elements_stay(tmp_path: Path) -> Non
     assert {tensor.untyped_storage().nbytes() for tensor in found.values()} == {4 + 4 + 4}
 
 
-def test_a_deflated_storage_stays_whole(tmp_path: Path) -> None:
-    """It can be read from its start alone. The others lose what is not shown."""
+def test_a_deflated_storage_remains_complete(tmp_path: Path) -> None:
+    """A deflated storage remains complete, because it can be read only from its start."""
     torch.save({"a": torch.arange(50.0)[:2]}, tmp_path / "src.pt")
     rezip(tmp_path / "src.pt", tmp_path / "src.pt", method=zipfile.ZIP_DEFLATED)
     report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", compact=True)
@@ -160,16 +162,16 @@ def test_a_deflated_storage_stays_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("used", [lambda t: t._typed_storage(), lambda t: [t._typed_storage(), t]])
-def test_what_something_else_refers_to_stays_whole(used: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
-    """A bare storage beside its tensors."""
+def test_a_storage_with_other_references_remains_complete(used: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
+    """A storage remains complete if an object other than a tensor refers to it."""
     base = torch.arange(50.0)
     found, report = round_trip(tmp_path, {"a": base[:2], "x": used(base)}, compact=True)
     assert report.changes.compacted == (0, 0)
     assert_same(found, torch.load(tmp_path / "src.pt", weights_only=False))
 
 
-def test_for_safetensors_it_is_a_note(tmp_path: Path) -> None:
-    """That format holds elements, and no storages."""
+def test_no_effect_on_safetensors(tmp_path: Path) -> None:
+    """``compact`` has no effect on safetensors, which contains tensors and no storages. A note reports this."""
     found, report = round_trip(tmp_path, {"a": torch.arange(50.0)[:2]}, "dst.safetensors", compact=True)
     assert report.changes.compacted == (0, 0)
     assert report.notes == ("compact=True has no effect on safetensors, which stores only bytes that tensors use",)
@@ -182,7 +184,7 @@ def test_for_safetensors_it_is_a_note(tmp_path: Path) -> None:
     "edits", [{"compact": True}, {"compact": True, "dtype": "bf16"}, {"compact": True, "dtype": ["bf16", "b=fp16"]}]
 )
 def test_damage_is_seen(edits: dict[str, Any], where: int, name: str, tmp_path: Path) -> None:
-    """Also in the bytes that are dropped: the source is what its checksums say, or nothing is made of it."""
+    """Damage is reported also in bytes that would be removed, and no output is written."""
     base = torch.arange(50_000.0)
     torch.save({"a": base[10:30000], "b": base[40000:40010]}, tmp_path / "src.pt")
     src, raw = tmp_path / "src.pt", base.numpy().tobytes()
@@ -193,7 +195,7 @@ def test_damage_is_seen(edits: dict[str, Any], where: int, name: str, tmp_path: 
 
 @pytest.mark.parametrize("dtype", ["bf16", ["bf16", "b=fp16"], {"a": "fp64", "c": "fp16"}])
 def test_with_a_cast(dtype: Any, tmp_path: Path) -> None:
-    """At once it is what it is one after the other; and the cast needs no more than what is left."""
+    """``compact`` together with a cast gives the same result as the cast followed by ``compact``."""
     base = torch.arange(3000.0)
     state = {"a": base[10:2000].view(-1, 10).t(), "b": base[1990:2010], "c": base[2500:2501], "d": base[2005:2100:7]}
     torch.save(state, tmp_path / "src.pt")
@@ -213,7 +215,9 @@ def test_with_a_cast(dtype: Any, tmp_path: Path) -> None:
 
 
 def test_a_reference_counts_in_its_own_elements(tmp_path: Path) -> None:
-    """Bytes on a storage that is said to be of doubles: what is left of it is a number of doubles."""
+    """The remaining size of a storage is counted in elements of the class in its reference. Here, uint16 data in a
+    storage of doubles is reduced to 8 bytes.
+    """
     base = torch.arange(64, dtype=torch.uint8).view(torch.uint16)[1:2]
     torch.save({"a": base}, tmp_path / "src.pt")
     pickled = records_of(tmp_path / "src.pt")["data.pkl"]
@@ -228,7 +232,7 @@ def test_a_reference_counts_in_its_own_elements(tmp_path: Path) -> None:
 
 
 def test_keys_of_new_storages() -> None:
-    """None is one that there is, and none is tried twice."""
+    """The key of a new storage differs from all existing keys, and no key is tried twice."""
 
     class Keys(dict[str, int]):
         tried = 0

@@ -1,4 +1,4 @@
-"""Names without wrappers: judged by the model that the names are for, loaded with ``strict=True``."""
+"""Removal of wrappers from names. The model without wrappers loads the results with ``strict=True``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ckptconv.errors import CollisionError, NoMatchError
 from tests.support.judge import assert_same
 from tests.support.round_trips import round_trip
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of what torch.compile imports
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # raised by an import of torch.compile
 
 
 class Block(nn.Module):
-    """A block with a submodule that is really called ``module``."""
+    """A block with a submodule that is really named ``module``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,10 +37,12 @@ def net() -> nn.Module:
 
 
 def with_inner_wrappers(model: nn.Module) -> nn.Module:
-    """`model` with some of its parts compiled; activation checkpointing hides its own names since torch 1.12."""
+    """Return `model` with some of its parts compiled. Activation checkpointing is not used, because it hides its own
+    names since torch 1.12.
+    """
     model[0] = torch.compile(model[0])  # type: ignore[operator,index,assignment]
     model[1][0] = torch.compile(model[1][0])  # type: ignore[operator,index,assignment]
-    # its version in _metadata is 2, the wrapper's 1
+    # The version of the norm in _metadata is 2, that of the wrapper is 1.
     model[1][1].norm = torch.compile(model[1][1].norm)  # type: ignore[index,union-attr]
     return model
 
@@ -57,14 +59,16 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def unwrapped_from(folder: Path, obj: Any, **options: Any) -> tuple[Any, ckptconv.Report]:
-    """What torch's safe loader gives of `obj`, converted with ``unwrap``; the report."""
+    """Convert `obj` with ``unwrap``. Return the result as loaded with ``weights_only=True``, and the report."""
     return round_trip(folder, obj, weights_only=True, unwrap=True, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_real_wrappers_come_off(wrapper: str, tmp_path: Path) -> None:
-    """Names, order, values and ``_metadata`` are those of the model itself; its own ``module`` stays."""
+def test_wrappers_of_torch_are_removed(wrapper: str, tmp_path: Path) -> None:
+    """Names, order, values and ``_metadata`` of the output are those of the model. A submodule that is named ``module``
+    keeps its name.
+    """
     model = net()
     wanted = model.state_dict()
     found, report = unwrapped_from(tmp_path, WRAPPERS[wrapper](model).state_dict())
@@ -76,14 +80,18 @@ def test_real_wrappers_come_off(wrapper: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_orig_mod"])
-def test_words_that_no_model_uses_go_at_any_depth(word: str) -> None:
-    """One or several, in front or inside; a tensor that is itself called so keeps its name."""
+def test_words_that_no_model_uses_are_removed_at_any_depth(word: str) -> None:
+    """Wrapper names that no model uses are removed at every level, also if they are repeated. A tensor with such a name
+    keeps it.
+    """
     names = [f"{word}.a.{word}.w", f"{word}.a.{word}.{word}.b", f"{word}.{word}"]
     assert list(unwrapped(names).values()) == ["a.w", "a.b", word]
 
 
-def test_followers_lose_what_names_lose() -> None:
-    """An optimizer's names, those of a tied weight that the state dict dropped too; its own prefixes decide nothing."""
+def test_optimizer_names_follow_the_state_dict() -> None:
+    """The names in an optimizer lose the same prefixes as those in the state dict, including the name of a tied weight
+    that the state dict lacks. Only the state dict decides whether ``module`` is removed.
+    """
     assert unwrapped(["module.a"], ["module._orig_mod.b", "module.a", "c"]) == {
         "module.a": "a",
         "module._orig_mod.b": "b",
@@ -94,8 +102,8 @@ def test_followers_lose_what_names_lose() -> None:
 
 @pytest.mark.parametrize("front", ["", "module.", "_forward_module.", "_forward_module.module."])
 def test_sharded_models(front: str, tmp_path: Path) -> None:
-    """Names as FSDP, activation checkpointing inside of it, and Fabric around it write them: the model takes them, its
-    own ``module`` included.
+    """Names as written by FSDP, activation checkpointing inside it, and Fabric around it are unwrapped. The model loads
+    the result, which includes its own ``module``.
     """
     model = net()
     inner = {
@@ -111,8 +119,10 @@ def test_sharded_models(front: str, tmp_path: Path) -> None:
     net().load_state_dict(found, strict=True)
 
 
-def test_module_comes_off_once_and_only_where_all_have_it() -> None:
-    """The second one, an inner one, and one that not all names have may be a name of the model."""
+def test_module_is_removed_once_and_only_from_all_names() -> None:
+    """``module`` is removed only once, and only if all names begin with it. A second or inner ``module``, or one that
+    some names lack, can be part of the model.
+    """
     assert list(unwrapped(["module.module.w", "module.b"]).values()) == ["module.w", "b"]
     assert list(unwrapped(["hidden.0.module.w", "module.b"]).values()) == ["hidden.0.module.w", "module.b"]
     assert list(unwrapped(["module.a", "n_averaged"]).values()) == ["module.a", "n_averaged"]
@@ -120,7 +130,9 @@ def test_module_comes_off_once_and_only_where_all_have_it() -> None:
 
 
 def test_optimizers_and_averages_follow(tmp_path: Path) -> None:
-    """What is keyed by names has the new ones; a state dict without wrappers beside it stays."""
+    """Optimizers and averages that are keyed by names get the new names. A separate state dict without wrappers does
+    not change.
+    """
     weights = {"module.a": torch.ones(1), "module._orig_mod.b": torch.ones(1)}
     other = {"module.c": torch.ones(1), "d": torch.ones(1)}
     named = {
@@ -135,8 +147,9 @@ def test_optimizers_and_averages_follow(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_follows_its_model(tmp_path: Path) -> None:
-    """Wherever an average stands whose names keep their prefix; with the name of a tied weight that the state dict
-    dropped. Alone it goes by itself, and is reported.
+    """An optimizer follows its model, even if an average with unchanged prefixes comes first. The name of a tied weight
+    that the state dict lacks changes too. Without a model, the optimizer's own names decide, and the report contains
+    them.
     """
     weights = {"module.a": torch.ones(1), "module._orig_mod.b": torch.ones(1)}
     average = {"n_averaged": torch.ones(1), **weights}
@@ -155,22 +168,22 @@ def test_an_optimizer_follows_its_model(tmp_path: Path) -> None:
     ]
 
 
-def test_before_prefixes(tmp_path: Path) -> None:
-    """Names are unwrapped first, whatever the order of the keywords; then prefixes are taken off and put on."""
+def test_unwrap_applies_before_prefixes(tmp_path: Path) -> None:
+    """Names are unwrapped before prefixes are removed and added, whatever the order of the keywords."""
     state = {"module._orig_mod.model.w": torch.ones(1)}
     found, _ = unwrapped_from(tmp_path, state, add_prefix="net", strip_prefix="model")
     assert list(found) == ["net.w"]
 
 
 def test_two_names_that_would_be_one(tmp_path: Path) -> None:
-    """Refused, both shown."""
+    """If two names would become one, the conversion is refused."""
     with pytest.raises(CollisionError, match=r"'a\.w'"):
         unwrapped_from(tmp_path, {"a.w": torch.ones(1), "a._orig_mod.w": torch.ones(1)})
 
 
-def test_of_a_whole_model_with_its_state_dict(tmp_path: Path) -> None:
-    """A pickled wrapper's names come off where its state dict is taken out; alone
-    they cannot be changed, which is said.
+def test_pickled_wrappers(tmp_path: Path) -> None:
+    """The names of a pickled wrapper are unwrapped if its state dict is extracted. Otherwise they cannot be changed,
+    and the error suggests ``state_dict=True``.
     """
     model = nn.DataParallel(net())
     with pytest.raises(NoMatchError, match="state_dict=True"):
@@ -179,7 +192,7 @@ def test_of_a_whole_model_with_its_state_dict(tmp_path: Path) -> None:
 
 
 def test_activation_checkpointing(tmp_path: Path) -> None:
-    """The names that parameters have inside of its wrapper."""
+    """The names of parameters inside a wrapper for activation checkpointing are unwrapped."""
     model = net()
     wrapped = checkpoint_wrapper(model)
     found, _ = unwrapped_from(tmp_path, dict([*wrapped.named_parameters(), *wrapped.named_buffers()]))
@@ -187,7 +200,9 @@ def test_activation_checkpointing(tmp_path: Path) -> None:
 
 
 def test_activation_checkpointing_hides_its_names_in_a_state_dict(tmp_path: Path) -> None:
-    """But not in ``_metadata``, where the wrapper's version stands in the way of the model's."""
+    """Activation checkpointing hides its names in the state dict but not in ``_metadata``, where the version of the
+    wrapper replaces that of the model. ``unwrap`` restores ``_metadata``.
+    """
     model = net()
     wanted = copy.deepcopy(model.state_dict())
     model[0] = checkpoint_wrapper(model[0])  # type: ignore[index,operator]
@@ -204,9 +219,9 @@ _SEGMENTS = st.sampled_from(["module", "_orig_mod", "_fsdp_wrapped_module", "a",
 
 
 @given(st.lists(st.lists(_SEGMENTS, min_size=1, max_size=5).map(".".join), unique=True))
-def test_nothing_else_is_taken(names: list[str]) -> None:
-    """The words that no model uses are gone but at the end; of ``module`` at most one, the first,
-    is missing; all else is there, in order.
+def test_nothing_else_is_removed(names: list[str]) -> None:
+    """Words that no model uses are removed, except for the last segment. A leading ``module`` is removed at most once.
+    All other segments remain in order.
     """
     words = {"_orig_mod", "_fsdp_wrapped_module"}
     for old, new in unwrapped(names).items():

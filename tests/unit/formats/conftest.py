@@ -1,4 +1,4 @@
-"""Where the tests of formats save a checkpoint, and what they convert it to."""
+"""Fixtures for the tests of formats: the paths of a checkpoint and of its outputs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 
 @pytest.fixture
 def src(tmp_path: Path) -> Path:
-    """The path of a checkpoint that a test saves."""
+    """Return the path of the checkpoint that a test saves."""
     return tmp_path / "src.pt"
 
 
 @pytest.fixture
 def dst(tmp_path: Path) -> Path:
-    """The path of what it is converted to."""
+    """Return the path of the output."""
     return tmp_path / "dst.pt"
 
 
 @pytest.fixture
 def safe(tmp_path: Path) -> Path:
-    """The path of a safetensors file that it is converted to."""
+    """Return the path of an output in safetensors."""
     return tmp_path / "dst.safetensors"

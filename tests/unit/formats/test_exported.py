@@ -1,4 +1,6 @@
-"""Programs of torch.export: their weights are those that torch.export.load gives, and what lies is a typed error."""
+"""Programs of torch.export. Their weights equal those that torch.export.load returns, and contradictory archives are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Convolutions(nn.Module):
-    """Parameters, buffers, a view, tied weights, and constants."""
+    """A model with parameters, buffers, a view, tied weights, and constants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class Convolutions(nn.Module):
 
 
 class Attention(nn.Module):
-    """A layer of a transformer, with a dynamic batch."""
+    """A layer of a transformer with a dynamic batch size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Attention(nn.Module):
 
 
 def saved(path: Path, model: nn.Module, x: torch.Tensor, dynamic: Any = None) -> torch.export.ExportedProgram:
-    """The program of `model`, which is saved to `path`."""
+    """Save the program of `model` to `path`, and return the program."""
     program = torch.export.export(model.eval(), (x,), dynamic_shapes=dynamic)
     torch.export.save(program, path)
     return program
@@ -69,7 +71,7 @@ def linear(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["convolutions", "attention"])
 def test_the_weights_are_those_that_torch_loads(kind: str, tmp_path: Path) -> None:
-    """Names, values, shapes and ties, in both formats."""
+    """Names, dtypes, shapes and values of the weights equal those of torch, in both formats."""
     if kind == "convolutions":
         saved(tmp_path / "m.pt2", Convolutions(), torch.rand(1, 1, 5, 5))
     else:
@@ -86,7 +88,9 @@ def test_the_weights_are_those_that_torch_loads(kind: str, tmp_path: Path) -> No
 
 
 def test_inspect_shows_the_program(tmp_path: Path) -> None:
-    """Devices, constants, sample inputs; that torch.load does not load it, and that it has code."""
+    """``inspect`` shows devices, constants and sample inputs. It also reports that the program contains code, and that
+    torch.load refuses the file.
+    """
     saved(tmp_path / "m.pt2", Convolutions(), torch.rand(1, 1, 5, 5))
     summary = ckptconv.inspect(tmp_path / "m.pt2")
     assert (summary.format, summary.safety, summary.weights_only) == ("torch.export program", "needs code", False)
@@ -99,7 +103,7 @@ def test_inspect_shows_the_program(tmp_path: Path) -> None:
 
 
 def test_older_archives(tmp_path: Path) -> None:
-    """torch 2.8 saved the state dict with torch.save."""
+    """In archives of torch 2.8, the state dict is a file of torch.save."""
     linear(tmp_path / "m.pt2")
     state = {"a": torch.rand(3)}
     torch.save(state, tmp_path / "s.pt")
@@ -115,7 +119,7 @@ def test_older_archives(tmp_path: Path) -> None:
 
 
 def test_weights_on_another_device(tmp_path: Path) -> None:
-    """The weights become a file of torch.save with other tags. A program is not changed in place."""
+    """The weights become a file of torch.save with other tags. A program cannot be changed in place."""
     linear(tmp_path / "m.pt2")
     ckptconv.convert(tmp_path / "m.pt2", tmp_path / "w.pt", map_location="cuda")
     assert {*ckptconv.inspect(tmp_path / "w.pt").devices} == {"cuda:0"}
@@ -124,7 +128,7 @@ def test_weights_on_another_device(tmp_path: Path) -> None:
 
 
 def changed(src: Path, dst: Path, change: Callable[[str, bytes], tuple[str, bytes] | None]) -> Path:
-    """Write the archive `src` to `dst`, each record as `change` returns it."""
+    """Write the archive `src` to `dst`, with each record as `change` returns it, and return `dst`."""
     with zipfile.ZipFile(src) as old, zipfile.ZipFile(dst, "w") as new:
         for name in old.namelist():
             if each := change(name, old.read(name)):
@@ -133,7 +137,7 @@ def changed(src: Path, dst: Path, change: Callable[[str, bytes], tuple[str, byte
 
 
 def lie(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """A change of an entry."""
+    """Return a change that sets `key` of an entry to `value`."""
 
     def change(entry: dict[str, Any]) -> None:
         place = entry if key in entry else entry["tensor_meta"]
@@ -143,7 +147,9 @@ def lie(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def test_a_long_device_of_many_sample_inputs(tmp_path: Path) -> None:
-    """Tensors can share the text, so it is not repeated for those that the note does not list."""
+    """Many sample inputs can share the text of one device. The text is not repeated for inputs that the note does not
+    list.
+    """
     linear(tmp_path / "m.pt2")
     shared = tensor(storage(tag="d").replace(text("d"), b"h\x00"))
     inputs = torch_zip_of(pickle_of(text("d" * 20_000) + b"q\x00", *[shared] * 500))
@@ -177,7 +183,7 @@ def test_a_long_device_of_many_sample_inputs(tmp_path: Path) -> None:
     ],
 )
 def test_entries_that_lie(change: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
-    """Each is malformed, for inspect and verify."""
+    """``inspect`` refuses a contradictory entry, and ``verify`` reports it."""
     linear(tmp_path / "m.pt2")
 
     def lying(name: str, data: bytes) -> tuple[str, bytes]:
@@ -196,7 +202,7 @@ def test_entries_that_lie(change: Callable[[dict[str, Any]], None], tmp_path: Pa
 @pytest.mark.parametrize("record", ["models/model.json", "data/weights/model_weights_config.json"])
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"[" * 100_000, b'{"config": []}', b"\xff", b'{"graph_module": 1}'])
 def test_records_that_are_not_json(record: str, text: bytes, tmp_path: Path) -> None:
-    """Each is malformed."""
+    """A record that is not valid JSON, or does not describe a program, is malformed."""
     linear(tmp_path / "m.pt2")
     changed(tmp_path / "m.pt2", tmp_path / "bad.pt2", lambda name, data: (name, text if record in name else data))
     with pytest.raises(ckptconv.MalformedError):
@@ -204,7 +210,7 @@ def test_records_that_are_not_json(record: str, text: bytes, tmp_path: Path) -> 
 
 
 def test_an_unknown_byte_order(tmp_path: Path) -> None:
-    """A byte order that is neither little nor big is malformed, and never read as little."""
+    """A byte order that is neither little nor big is malformed, and is never read as little."""
     linear(tmp_path / "m.pt2")
     changed(
         tmp_path / "m.pt2",
@@ -216,7 +222,7 @@ def test_an_unknown_byte_order(tmp_path: Path) -> None:
 
 
 def test_a_dangerous_sample_input(tmp_path: Path) -> None:
-    """torch.export.load would run it, so it is found."""
+    """A dangerous sample input is found, because torch.export.load would run it."""
     linear(tmp_path / "m.pt2")
     torch.save({"x": Reduced(exec, ("1",))}, tmp_path / "x.pt")
     data = (tmp_path / "x.pt").read_bytes()
@@ -240,8 +246,8 @@ def test_a_dangerous_sample_input(tmp_path: Path) -> None:
     ],
 )
 def test_a_dangerous_record(name: str, tmp_path: Path) -> None:
-    """A pickle of another record is found, and not copied with the program. torch.export.load unpickles the inputs and
-    constants if they are not files of torch.
+    """A dangerous pickle in another record is found, and not copied with the program. torch.export.load unpickles
+    inputs and constants that are not files of torch.
     """
     linear(tmp_path / "m.pt2")
     changed(tmp_path / "m.pt2", tmp_path / "bad.pt2", lambda each, data: (each, data))
@@ -253,7 +259,7 @@ def test_a_dangerous_record(name: str, tmp_path: Path) -> None:
 
 
 def test_a_program_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """JSON is not parsed without a bound."""
+    """The size of the JSON that is parsed is bounded."""
     linear(tmp_path / "m.pt2")
     monkeypatch.setattr(exported, "LIMITS", replace(LIMITS, program_bytes=1000))
     with pytest.raises(ckptconv.LimitError, match="the JSON of a program is too large"):
@@ -261,7 +267,7 @@ def test_a_program_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_another_reader(tmp_path: Path) -> None:
-    """An archive with records of torch.save or TorchScript too is refused."""
+    """An archive that also contains records of torch.save or TorchScript is refused."""
     linear(tmp_path / "m.pt2")
     for name in ("data.pkl", "Constants.pkl", "attributes.pkl"):
         changed(tmp_path / "m.pt2", tmp_path / "two.pt2", lambda each, data: (each, data))
@@ -272,7 +278,9 @@ def test_another_reader(tmp_path: Path) -> None:
 
 
 def test_weights_in_the_layouts_of_two_versions(tmp_path: Path) -> None:
-    """torch.export.load would take those of a file of torch.save, whatever the configuration says."""
+    """An archive with weights in two layouts is refused. torch.export.load would use those in the file of torch.save,
+    whatever the configuration contains.
+    """
     linear(tmp_path / "m.pt2")
     changed(tmp_path / "m.pt2", tmp_path / "two.pt2", lambda name, data: (name, data))
     with zipfile.ZipFile(tmp_path / "two.pt2", "a") as archive:
@@ -284,7 +292,7 @@ def test_weights_in_the_layouts_of_two_versions(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_a_pickle(tmp_path: Path) -> None:
-    """It is not read, and nothing is wrong with the file."""
+    """A weight that is a pickle is not read, so the archive is refused as unsupported and not as malformed."""
     linear(tmp_path / "m.pt2")
 
     def change(name: str, data: bytes) -> tuple[str, bytes]:
@@ -296,7 +304,9 @@ def test_a_weight_that_is_a_pickle(tmp_path: Path) -> None:
 
 
 def test_several_programs(tmp_path: Path) -> None:
-    """Each has its own names. One can be selected, and all of them are moved."""
+    """Each of several programs has its own names. One of them can be selected, and all of them can be moved to another
+    device.
+    """
     models = {"one": nn.Linear(3, 2), "two": nn.Linear(3, 5)}
     programs = {name: torch.export.export(model, (torch.rand(1, 3),)) for name, model in models.items()}
     package_pt2(tmp_path / "m.pt2", exported_programs=programs)
@@ -312,7 +322,9 @@ def test_several_programs(tmp_path: Path) -> None:
 
 
 def test_archives_without_a_folder(tmp_path: Path) -> None:
-    """torch before 2.8 wrote four records. Their weights are read, and the program is not written."""
+    """Archives of torch before 2.8 contain four records without a folder. The weights are read, but the program cannot
+    be written.
+    """
     linear(tmp_path / "m.pt2")
     state = {"a": torch.rand(3), "b": torch.rand(2)}
     parts = {"state_dict": state, "constants": {}, "example_inputs": ((torch.rand(1, 3),), {})}

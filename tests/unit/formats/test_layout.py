@@ -1,4 +1,4 @@
-"""How large an output may become: views that share bytes are written out each by itself."""
+"""Limits on the size of an output, in which views that share bytes are written separately."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ ELEMENTS = 1 << 20
 
 
 def test_views_that_repeat(tmp_path: Path) -> None:
-    """Each view is small enough, all together are not; torch's format keeps them, and a part of them can be taken."""
+    """Views that are small enough alone are refused if there are too many of them. Torch's format stores them as views,
+    and a part of them can be converted.
+    """
     one = torch.ones(4)
     src = saved_at(tmp_path / "a.pt", {f"w{i}": one.expand((1 << 26) - i, 4) for i in range(20)})
     out = tmp_path / "out.safetensors"
@@ -34,7 +36,9 @@ def test_views_that_repeat(tmp_path: Path) -> None:
 
 
 def test_views_that_overlap(tmp_path: Path) -> None:
-    """Plain views count by the bytes that they share, whatever their shapes."""
+    """Plain views are counted by the bytes that they share. Many overlapping views are refused, and a few are
+    converted.
+    """
     storage = torch.zeros(ELEMENTS + 300)
     views = {f"w{i}": storage[i : i + ELEMENTS] for i in range(300)}
     src = saved_at(tmp_path / "a.pt", views)
@@ -42,9 +46,11 @@ def test_views_that_overlap(tmp_path: Path) -> None:
     ckptconv.convert(src, tmp_path / "few.safetensors", include="w1?", dry_run=True)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, about itself
+@pytest.mark.filterwarnings("ignore")  # warnings of torch about its own code
 def test_parts_that_overlap(tmp_path: Path) -> None:
-    """What ranks have of different tensors is one storage of theirs: refused in torch's format too."""
+    """The parts of different tensors in a rank file can overlap in one storage. Many such tensors are refused in
+    torch's format too, and a few are converted.
+    """
     for rank in range(2):
         dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
         try:
@@ -60,8 +66,8 @@ def test_parts_that_overlap(tmp_path: Path) -> None:
     ckptconv.convert(tmp_path, tmp_path.with_name("out.pt"), include="w1?", dry_run=True)
 
 
-def test_what_grows_as_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deflated storages count as what they inflate to, and a cast to a wider dtype is no growth without bound."""
+def test_expected_growth_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deflated storages count with their inflated size. A cast to a wider dtype is not refused."""
     monkeypatch.setattr("ckptconv.formats.layout.LIMITS", dataclasses.replace(LIMITS, gathered_bytes=1000))
     src = saved_at(tmp_path / "a.pt", {"w": torch.zeros(1 << 20, dtype=torch.bfloat16)})
     with zipfile.ZipFile(src) as whole, zipfile.ZipFile(tmp_path / "d.pt", "w", zipfile.ZIP_DEFLATED) as deflated:

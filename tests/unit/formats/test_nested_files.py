@@ -1,4 +1,4 @@
-"""Checkpoints inside checkpoints: files of torch.save in byte strings are named, and taken out by their path."""
+"""Checkpoints inside checkpoints. Files of torch.save in byte strings are found, and can be selected by their path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from tests.support.reduced import Reduced
 
 @pytest.fixture
 def net(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An object as skorch pickles one, whose weights are a file in an attribute; its class cannot be imported later."""
+    """Return an object as skorch pickles it, with a file of weights in an attribute. Its class cannot be imported
+    later.
+    """
     module = types.ModuleType("skorch_like")
     cls = type("Net", (), {"__module__": module.__name__})
     monkeypatch.setattr(module, "Net", cls, raising=False)
@@ -30,7 +32,7 @@ def net(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def inner(size: int = 3, **options: Any) -> tuple[dict[str, Any], bytes]:
-    """What torch saves, and the bytes."""
+    """Return an object, and the bytes that torch saves for it."""
     obj = {"module_": torch.nn.Linear(size, 2).state_dict(), "epoch": 3}
     buffer = io.BytesIO()
     torch.save(obj, buffer, **options)
@@ -41,11 +43,11 @@ def inner(size: int = 3, **options: Any) -> tuple[dict[str, Any], bytes]:
 @pytest.mark.parametrize("size", [3, 5000])
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("suffix", [".pkl", ".pt"])
-def test_it_is_named_and_taken_out(
+def test_nested_checkpoint_is_named_and_selected(
     suffix: str, is_zip: bool, size: int, protocol: int, net: Any, tmp_path: Path
 ) -> None:
-    """``inspect`` names its path and the command; ``--select`` with that path makes a checkpoint of it, which torch
-    loads as what was saved, and takes a part of it in the same step.
+    """``inspect`` names the path of a nested checkpoint and the command that selects it. ``--select`` with this path
+    writes a checkpoint, which torch loads as the saved object. Other edits can apply in the same step.
     """
     src, dst = tmp_path / f"src{suffix}", tmp_path / "dst.pt"
     obj, net.weights = inner(size, _use_new_zipfile_serialization=is_zip)
@@ -65,8 +67,8 @@ def test_it_is_named_and_taken_out(
     assert_same(obj["module_"], torch.load(dst, map_location="cpu"))
 
 
-def test_other_archives_are_none(tmp_path: Path) -> None:
-    """An archive without a checkpoint's pickle is not called one."""
+def test_other_archives_are_not_checkpoints(tmp_path: Path) -> None:
+    """An archive without the pickle of a checkpoint is not reported as a checkpoint."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("word/document.xml", "x")
@@ -74,8 +76,8 @@ def test_other_archives_are_none(tmp_path: Path) -> None:
     assert not [each for each in ckptconv.inspect(tmp_path / "src.pt").findings if each.kind == "nested"]
 
 
-def test_what_is_dangerous_inside_is_refused(tmp_path: Path) -> None:
-    """Taken out it would be loaded, so it is judged as any file; so is one that is damaged. Nothing is written."""
+def test_dangerous_and_damaged_nested_checkpoints_are_refused(tmp_path: Path) -> None:
+    """A nested checkpoint that is dangerous or damaged is refused like any other file, and nothing is written."""
     buffer = io.BytesIO()
     torch.save({"a": Reduced(os.mkdir, (str(tmp_path / "marker"),)), "w": torch.ones(1)}, buffer)
     damaged = inner()[1]

@@ -1,5 +1,5 @@
-"""Plain pickles with tensors in them: read without running them, edited, written as pickles again or in another format;
-pickle and torch are the judges.
+"""Plain pickles with tensors, which are read without running them, edited, and written as pickles or in another format.
+The pickle module and torch load the results.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from tests.support.reduced import Reduced
 from tests.support.zoo import TAGS, ZOO, save, tagging
 
 PROTOCOLS = range(6)
-#: What of the zoo has no tensor in it.
+#: Objects of the zoo without a tensor.
 WITHOUT_TENSORS = ("numpy_objects", "sets", "set_cycle", "qualified", "atoms")
-#: What torch pickles and cannot load again: a storage that counts bytes.
+#: Objects that torch pickles as storages of bytes and cannot load again.
 UNTYPED = ("dtypes", "two_dtypes", "storages")
-NESTED = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how a nested file starts
+NESTED = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the beginning of a nested file
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "a.bias": torch.ones(2, dtype=torch.float16)}
 
 Write = Callable[[bytes], Path]
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of what is deprecated or in beta
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # warnings of torch about deprecated and beta features
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """A function that writes bytes to a pickle, and gives its path."""
+    """Return a function that writes bytes to a pickle file and returns its path."""
 
     def write(data: bytes) -> Path:
         (tmp_path / "m.pkl").write_bytes(data)
@@ -71,41 +71,43 @@ def write(tmp_path: Path) -> Write:
 
 
 def tags(path: Path) -> list[str]:
-    """The location tags in the nested files of the pickle at `path`, in their order."""
+    """Return the location tags in the nested files of the pickle at `path`, in order."""
     return [reference.storage.device for reference in read(path).references]
 
 
 def dumped(name: str, protocol: int) -> bytes:
-    """An object of the zoo as a plain pickle."""
+    """Return the object `name` of the zoo as a plain pickle."""
     try:
         return pickle.dumps(ZOO[name](), protocol)
-    except TypeError as error:  # __slots__ below protocol 2
+    except TypeError as error:  # __slots__ need protocol 2
         pytest.skip(str(error))
 
 
 def tagged(obj: Any, tag: str = "cuda:0", protocol: int = 4) -> bytes:
-    """`obj` as a machine with a GPU pickles it."""
+    """Return `obj` as a machine with a GPU pickles it, with the location tag `tag`."""
     with tagging([tag]):
         return pickle.dumps(obj, protocol)
 
 
 def storage_of(data: bytes) -> bytes:
-    """The pickle of what torch loads from `data`."""
+    """Return the pickle of the object that torch loads from `data`."""
     return pickle.dumps([Reduced(torch.storage._load_from_bytes, (data,))], 4)
 
 
 def nested_storage(numbers: torch.Tensor, *, zipped: bool = False) -> bytes:
-    """What ``torch.save`` writes for the storage of `numbers`."""
+    """Return the bytes that ``torch.save`` writes for the storage of `numbers`."""
     return saved(numbers._typed_storage(), _use_new_zipfile_serialization=zipped)
 
 
-# Everything that people pickle
+# Objects of the zoo
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in (*WITHOUT_TENSORS, *UNTYPED)])
-def test_what_pickle_loads_is_what_comes_out(write: Write, tmp_path: Path, name: str, protocol: int) -> None:
-    """As a ``.pt`` for torch.load and as a pickle for pickle.load: the same object, in every protocol."""
+def test_output_contains_the_same_object(write: Write, tmp_path: Path, name: str, protocol: int) -> None:
+    """The output contains the same object as the pickle, as a ``.pt`` for torch.load and as a pickle for pickle.load,
+    in every protocol.
+    """
     path = write(dumped(name, protocol))
     wanted = loaded(path)
     for dst, format in (("dst.pt", "torch zip"), ("dst.pkl", "pickle")):
@@ -116,9 +118,9 @@ def test_what_pickle_loads_is_what_comes_out(write: Write, tmp_path: Path, name:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name", UNTYPED)
-def test_what_torch_cannot_load_again_comes_out_as_pt(write: Write, tmp_path: Path, name: str, protocol: int) -> None:
-    """float8 and the like are pickled as storages of bytes, which pickle.load refuses: read, refused as a pickle, and
-    as a ``.pt`` what they were.
+def test_pickles_that_torch_cannot_load_become_pt(write: Write, tmp_path: Path, name: str, protocol: int) -> None:
+    """Torch pickles some dtypes, for example float8, as storages of bytes, which pickle.load refuses. Such pickles are
+    read, cannot be written as pickles, and can be converted to ``.pt``.
     """
     path, dst = write(dumped(name, protocol)), tmp_path / "dst.pt"
     with pytest.raises(AttributeError, match="dtype"):
@@ -133,13 +135,13 @@ def test_what_torch_cannot_load_again_comes_out_as_pt(write: Write, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", WITHOUT_TENSORS)
-def test_what_has_no_tensor_is_no_checkpoint(write: Write, name: str) -> None:
-    """It is said what it is instead."""
+def test_pickles_without_tensors_are_refused(write: Write, name: str) -> None:
+    """A pickle without tensors is refused with a description of it."""
     unreadable(write(dumped(name, 4)), InputError, "a pickle without tensors")
 
 
 @pytest.mark.parametrize(
-    # torch sets nested tensors and generators of its older format up before their bytes are there
+    # In its older format, torch creates nested tensors and generators before it reads their bytes.
     (
         "name",
         "older",
@@ -152,8 +154,8 @@ def test_what_has_no_tensor_is_no_checkpoint(write: Write, name: str) -> None:
     ],
 )
 def test_any_checkpoint_becomes_a_pickle(src: Path, dst: Path, name: str, older: bool) -> None:
-    """``--format pickle`` takes torch's formats too: pickle.load gives what torch.load
-    gives, and what shares a storage shares it.
+    """With ``--format pickle``, files in torch's formats become pickles. pickle.load returns the same object as
+    torch.load, with the same shared storages.
     """
     protocol = 4 if name in ("qualified", "set_cycle") else 2
     there = src.with_name("there.pkl")
@@ -166,15 +168,17 @@ def test_any_checkpoint_becomes_a_pickle(src: Path, dst: Path, name: str, older:
 
 
 def test_a_safetensors_file_becomes_a_pickle(tmp_path: Path) -> None:
-    """Ties included: one tensor under two names is one storage."""
+    """A safetensors file becomes a pickle, in which tied tensors share one storage."""
     ckptconv.save({**WEIGHTS, "tied": WEIGHTS["a.bias"]}, tmp_path / "m.safetensors")
     found = converted(tmp_path / "m.safetensors", tmp_path / "m.pkl", format="pickle")
     assert found["tied"].data_ptr() == found["a.bias"].data_ptr()
     assert_same({**WEIGHTS, "tied": WEIGHTS["a.bias"].detach()}, found)
 
 
-def test_what_a_pickle_has_no_place_for_is_named(tmp_path: Path) -> None:
-    """The texts of a safetensors file, the source code in a file of torch's older format."""
+def test_parts_that_a_pickle_cannot_contain_are_named(tmp_path: Path) -> None:
+    """A pickle cannot contain the texts of a safetensors file, or the source code in a file of torch's older format.
+    The report names both.
+    """
     save_file(WEIGHTS, tmp_path / "m.safetensors", {"note": "mine"})
     report = ckptconv.convert(tmp_path / "m.safetensors", tmp_path / "m.pkl", format="pickle")
     assert [left.path for left in report.left_behind] == ["__metadata__/note"]
@@ -183,35 +187,37 @@ def test_what_a_pickle_has_no_place_for_is_named(tmp_path: Path) -> None:
     assert "the source code of tests.support.zoo.Net" in [left.path for left in report.left_behind]
 
 
-def test_checksums_of_a_zip_are_checked_on_the_way(src: Path, tmp_path: Path) -> None:
-    """A pickle has no place for them, so damage has to be seen here."""
+def test_checksums_of_a_zip_are_checked(src: Path, tmp_path: Path) -> None:
+    """A pickle contains no checksums, so damage is reported during the conversion to a pickle."""
     torch.save({"w": torch.full((5000,), 7.25)}, src)
     flip_bit(src, src.read_bytes().index(torch.full((2,), 7.25).numpy().tobytes()))
     refused(MalformedError, "checksum", src, tmp_path / "m.pkl", format="pickle")
 
 
-def test_what_the_source_called_is_no_longer_said(write: Write, tmp_path: Path) -> None:
-    """A ``.pt`` of plain tensors needs no code but torch's own."""
+def test_pt_of_plain_tensors_needs_no_code(write: Write, tmp_path: Path) -> None:
+    """A ``.pt`` file of plain tensors loads with ``weights_only=True``, and the report contains no notes."""
     assert ckptconv.convert(write(pickle.dumps(WEIGHTS)), tmp_path / "dst.pt").notes == ()
     assert_same(WEIGHTS, torch.load(tmp_path / "dst.pt", weights_only=True))
 
 
 def test_an_object_in_memory_becomes_a_pickle(tmp_path: Path) -> None:
-    """``save(format='pickle')``."""
+    """``save`` with ``format='pickle'`` writes a pickle."""
     ckptconv.save(WEIGHTS, tmp_path / "m.pkl", format="pickle")
     assert_same(WEIGHTS, loaded(tmp_path / "m.pkl"))
 
 
-def test_a_pkl_of_a_zip_is_a_zip(tmp_path: Path) -> None:
-    """Only a plain pickle stays one without --format."""
+def test_suffix_of_a_pickle_does_not_change_the_format(tmp_path: Path) -> None:
+    """Without ``--format``, a zip file is written as a zip file, although the suffix is that of a pickle."""
     torch.save(WEIGHTS, tmp_path / "m.pt")
     ckptconv.convert(tmp_path / "m.pt", tmp_path / "m.pkl")
     assert zipfile.is_zipfile(tmp_path / "m.pkl")
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_big_endian_numbers_are_turned_round(tmp_path: Path, method: int) -> None:
-    """A nested file is little-endian, whatever the zip was; compressed storages are inflated on the way."""
+def test_big_endian_numbers_are_swapped(tmp_path: Path, method: int) -> None:
+    """The numbers of a big-endian zip file are swapped, because a nested file is little-endian. Compressed storages are
+    inflated.
+    """
     torch.save(WEIGHTS, tmp_path / "m.pt")
     big = big_endian(tmp_path / "m.pt", tmp_path / "big.pt", {"0": 4, "1": 2}, method=method)
     assert_same(WEIGHTS, converted(big, tmp_path / "dst.pkl", format="pickle"))
@@ -222,7 +228,9 @@ def test_big_endian_numbers_are_turned_round(tmp_path: Path, method: int) -> Non
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_what_was_pickled_on_a_gpu_loads_without_one(write: Write, tmp_path: Path, protocol: int) -> None:
-    """The tag stands in the nested file, where no map_location reaches it; ``to cpu`` does."""
+    """The tags of a pickle are in its nested files, where pickle.load cannot change them. A conversion to the CPU
+    changes them, in a pickle and in a ``.pt``.
+    """
     path = write(tagged(WEIGHTS, protocol=protocol))
     assert tags(path) == ["cuda:0", "cuda:0"]
     if not torch.cuda.is_available():
@@ -233,7 +241,7 @@ def test_what_was_pickled_on_a_gpu_loads_without_one(write: Write, tmp_path: Pat
 
 
 def test_each_storage_keeps_its_own_tag(write: Write, tmp_path: Path) -> None:
-    """Five devices in one pickle; a map changes one of them, in a pickle and in a ``.pt``."""
+    """Each storage keeps its own tag. A mapping changes one of five devices, in a pickle and in a ``.pt``."""
     with tagging():
         path = write(pickle.dumps([torch.full((3,), float(i)) for i in range(5)]))
     assert tags(path) == [*TAGS]
@@ -244,8 +252,8 @@ def test_each_storage_keeps_its_own_tag(write: Write, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_there_and_back_is_where_it_was(write: Write, tmp_path: Path, protocol: int) -> None:
-    """What ckptconv has written comes back byte for byte."""
+def test_moving_there_and_back_restores_the_bytes(write: Write, tmp_path: Path, protocol: int) -> None:
+    """A pickle that ckptconv has written has the same bytes after it is moved to another device and back."""
     first, there, back = (tmp_path / name for name in ("first.pkl", "there.pkl", "back.pkl"))
     ckptconv.convert(write(pickle.dumps(ZOO["training"](), protocol)), first)
     ckptconv.convert(first, there, map_location="cuda:1")
@@ -255,7 +263,9 @@ def test_there_and_back_is_where_it_was(write: Write, tmp_path: Path, protocol: 
 
 
 def test_the_protocol_stays(write: Write, tmp_path: Path) -> None:
-    """Below 3 unpickling renames Python 2's modules, so the header is the source's, or 2."""
+    """The output has the protocol of the source, or 2 if that is lower. The protocol is kept because unpickling renames
+    the modules of Python 2 below protocol 3.
+    """
     for protocol in PROTOCOLS:
         ckptconv.convert(write(pickle.dumps(WEIGHTS, protocol)), tmp_path / "dst.pkl", force=True)
         assert (tmp_path / "dst.pkl").read_bytes()[:2] == bytes([0x80, max(protocol, 2)])
@@ -264,8 +274,8 @@ def test_the_protocol_stays(write: Write, tmp_path: Path) -> None:
 # Edits
 
 
-def test_names_parts_and_safetensors(write: Write, tmp_path: Path) -> None:
-    """The common mechanism serves: select, filters, prefixes, state dicts."""
+def test_other_edits(write: Write, tmp_path: Path) -> None:
+    """Selections, filters, prefixes and the extraction of state dicts work for pickles as for other formats."""
     wrapped = {f"module.{name}": tensor for name, tensor in WEIGHTS.items()}
     path = write(tagged({"model": wrapped, "epoch": 3}))
     assert_same(WEIGHTS, converted(path, tmp_path / "dst.safetensors", strip_prefix="module."))
@@ -278,13 +288,15 @@ def test_names_parts_and_safetensors(write: Write, tmp_path: Path) -> None:
 
 
 def test_a_whole_model_of_unknown_classes(write: Write, tmp_path: Path) -> None:
-    """Carried over inert: its class comes out again, and its tensors move."""
+    """A model of an unknown class is copied without importing the class, and its tensors are moved."""
     model = ZOO["module"]()
     assert_same(model, converted(write(tagged(model)), tmp_path / "dst.pkl", map_location="cpu"))
 
 
 def test_a_dangerous_pickle_is_refused(write: Write, tmp_path: Path) -> None:
-    """Outside of the nested files, as in any other checkpoint."""
+    """A dangerous call outside the nested files is refused, as in any other checkpoint. If it is allowed, it is
+    copied.
+    """
     path, dst = write(pickle.dumps([torch.ones(1), Reduced(os.system, ("true",))])), tmp_path / "dst.pkl"
     refused(DangerousError, "system", path, dst)
     ckptconv.convert(path, dst, allow_unsafe=True)
@@ -295,7 +307,7 @@ def test_a_dangerous_pickle_is_refused(write: Write, tmp_path: Path) -> None:
 
 
 def test_small_and_large_storages_stay_in_the_file(write: Write) -> None:
-    """Every one is a range of it, so memory grows with the pickle alone."""
+    """The data of each storage is a range of the file, so memory grows only with the size of the pickle itself."""
     path = write(pickle.dumps([torch.ones(20), torch.ones(10_000), torch.ones(100_000)]))
     with Source(path) as source:
         found = [storage.data for storage in opening.read(source).storages.values()]
@@ -304,7 +316,7 @@ def test_small_and_large_storages_stay_in_the_file(write: Write) -> None:
 
 
 def test_a_large_tensor_costs_no_memory(tmp_path: Path) -> None:
-    """300 MB that no disk holds: a few megabytes to plan, and one range to copy."""
+    """A conversion of a tensor of 300 MB needs a few megabytes to plan, and copies one range."""
     numel = 75_000_000
     path = tmp_path / "large.pkl"
     head = storage_file_head(Global("torch", "FloatStorage"), "0", "cuda:0", numel)
@@ -323,7 +335,7 @@ def test_a_large_tensor_costs_no_memory(tmp_path: Path) -> None:
 
 
 def test_only_what_is_needed_of_a_file_is_read(write: Write) -> None:
-    """Behind a storage the reader begins anew with a few kilobytes."""
+    """The reader does not read the data of storages, and continues after each of them with a small read."""
     path = write(pickle.dumps([torch.zeros(100_000) for _ in range(50)]))
     amount = 0
     with Source(path) as source:
@@ -340,7 +352,7 @@ def test_only_what_is_needed_of_a_file_is_read(write: Write) -> None:
 
 
 def test_storages_do_not_count_as_pickle(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small: the bound is for what has to be held."""
+    """The bound for the size of a pickle does not count the data of storages, even if the storages are small."""
     path = write(pickle.dumps([torch.zeros(1000) for _ in range(50)]))
     monkeypatch.setattr("ckptconv.pickles.machine.LIMITS", Limits(pickle_bytes=10_000))
     assert len(read(path).tensors) == 50
@@ -348,17 +360,19 @@ def test_storages_do_not_count_as_pickle(write: Write, monkeypatch: pytest.Monke
 
 @pytest.mark.untraced
 def test_thousands_of_nested_files(write: Write, tmp_path: Path) -> None:
-    """As many storages as a large model has."""
+    """A pickle can contain as many storages as a large model."""
     layers = {f"layer.{i}": torch.full((2,), float(i)) for i in range(3000)}
     assert_same(layers, converted(write(tagged(layers)), tmp_path / "dst.pkl", map_location="cpu"))
 
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("step", [1, 2, 1000, 4093])
-def test_bytes_that_are_spelled_as_a_text_are_decoded_piece_by_piece(
+def test_bytes_in_a_text_are_decoded_piece_by_piece(
     write: Write, tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Protocol 2 has no opcode for bytes: a character of one or two bytes for each, cut anywhere."""
+    """Protocol 2 has no opcode for bytes. It stores each byte as a character of one or two bytes, which is decoded
+    correctly at the boundary of two pieces.
+    """
     monkeypatch.setattr(reading, "_STEP", step)
     numbers = (torch.arange(70_000 if step < 10 else 300_000) * 7 % 256).to(torch.uint8)
     path = write(pickle.dumps({"w": numbers}, 2))
@@ -368,8 +382,8 @@ def test_bytes_that_are_spelled_as_a_text_are_decoded_piece_by_piece(
 
 
 @pytest.mark.parametrize("n", [3, 50_000])
-def test_what_python_2_wrote(write: Write, tmp_path: Path, n: int) -> None:
-    """Its ``str`` is the bytes of a storage, and the names of a state dict."""
+def test_pickles_of_python_2(write: Write, tmp_path: Path, n: int) -> None:
+    """In a pickle of Python 2, the data of a storage and the names of a state dict are of type ``str``."""
     numbers = torch.arange(float(n))
     with tagging(["cuda:0"]):
         nested = nested_storage(numbers)
@@ -383,9 +397,7 @@ def test_what_python_2_wrote(write: Write, tmp_path: Path, n: int) -> None:
 
 @pytest.mark.parametrize("n", [3, 50_000])
 def test_nested_zips(write: Write, tmp_path: Path, n: int) -> None:
-    """Some versions of torch nested their zip format: pickle.load takes it, and so does the reader, whose ranges are
-    those of the whole file.
-    """
+    """Some versions of torch nested files in the zip format, which pickle.load and ckptconv read."""
     numbers = torch.arange(float(n))
     path = write(storage_of(nested_storage(numbers, zipped=True)))
     for name in ("dst.pkl", "dst.pt"):
@@ -396,8 +408,8 @@ def test_nested_zips(write: Write, tmp_path: Path, n: int) -> None:
     assert [each.dtype for each in loaded(path)] == [torch.float32]
 
 
-def test_a_nested_zip_in_the_words_of_python_2(write: Write, tmp_path: Path) -> None:
-    """Its texts are byte strings, which mean the same."""
+def test_a_nested_zip_of_python_2(write: Write, tmp_path: Path) -> None:
+    """A nested zip file of Python 2 contains byte strings in the place of texts."""
     whole = nested_storage(torch.ones(3), zipped=True)
     said = records_of(whole)["data.pkl"]
     old = said.replace(b"X\x01\0\0\x000", b"U\x010").replace(b"X\x03\0\0\0cpu", b"U\x03cpu")
@@ -407,7 +419,9 @@ def test_a_nested_zip_in_the_words_of_python_2(write: Write, tmp_path: Path) -> 
 
 
 def test_one_call_for_several_tensors_is_one_storage(write: Write, tmp_path: Path) -> None:
-    """torch never pickles it so, we do: what shares a storage shares it afterwards, here and in a ``.pt``."""
+    """Tensors that share a storage are written with one call and still share it after they are read again. Torch itself
+    writes one call for each tensor.
+    """
     base = torch.arange(6.0)
     views = {"a": base, "b": base[2:]}
     torch.save(views, tmp_path / "m.pt")
@@ -417,8 +431,8 @@ def test_one_call_for_several_tensors_is_one_storage(write: Write, tmp_path: Pat
     assert_same(views, converted(tmp_path / "m.pkl", tmp_path / "back.pt"))
 
 
-def test_bytes_that_look_like_a_nested_file_are_a_users_own(write: Write, tmp_path: Path) -> None:
-    """Only what is called with them says what bytes are."""
+def test_bytes_that_look_like_a_nested_file_are_user_data(write: Write, tmp_path: Path) -> None:
+    """Bytes that look like a nested file are user data if no call loads them."""
     obj = {"w": torch.ones(2), "bytes": saved(torch.ones(3), _use_new_zipfile_serialization=False), "short": NESTED}
     path = write(pickle.dumps(obj))
     for name in ("dst.pkl", "dst.pt"):
@@ -440,8 +454,8 @@ def test_bytes_that_look_like_a_nested_file_are_a_users_own(write: Write, tmp_pa
     ],
 )
 def test_lists_of_numbers(write: Write, tmp_path: Path, cls: str, numbers: list[float]) -> None:
-    """Before torch 0.4 a storage was pickled as its numbers, which pickle.load still takes:
-    so does the reader, and writes bytes.
+    """Before torch 0.4, a storage was pickled as a list of numbers, which pickle.load still reads. The list is read,
+    and the output contains bytes.
     """
     storage = Reduced(getattr(torch, cls), (numbers,))
     path = write(pickle.dumps({"w": Reduced(torch._utils._rebuild_tensor, (storage, 0, (len(numbers),), (1,)))}, 2))
@@ -454,7 +468,7 @@ def test_lists_of_numbers(write: Write, tmp_path: Path, cls: str, numbers: list[
 
 
 def test_a_list_of_numbers_on_a_gpu(write: Write, tmp_path: Path) -> None:
-    """Its class says where it was, and can be told otherwise."""
+    """The class of the storage contains the device, which ``map_location`` changes."""
     data = b"\x80\x02ctorch._utils\n_rebuild_tensor\n(ctorch.cuda\nFloatStorage\n"
     data += b"](G?\xf0\0\0\0\0\0\0G@\0\0\0\0\0\0\0e\x85R"
     path = write(data + b"K\0K\x02\x85K\x01\x85tR.")
@@ -462,8 +476,10 @@ def test_a_list_of_numbers_on_a_gpu(write: Write, tmp_path: Path) -> None:
     assert_same(torch.tensor([1.0, 2.0]), converted(path, tmp_path / "dst.pkl", map_location="cpu"))
 
 
-def test_a_list_that_changes_after_it_was_a_storage(write: Write) -> None:
-    """What the storage was made of is no longer in the list: the call stays what it is, and no tensor is made of it."""
+def test_a_list_that_changes_after_a_storage_was_created_from_it(write: Write) -> None:
+    """If a list changes after a storage was created from it, the list no longer contains the data of the storage. The
+    call is kept, and no tensor is created from it.
+    """
     data = b"\x80\x02]q\0ctorch\nFloatStorage\nh\0\x85Rq\x010G?\xf0\0\0\0\0\0\0a0ctorch._utils\n_rebuild_tensor\n"
     path = write(data + b"(h\x01K\0K\0\x85K\x01\x85tR.")
     assert loaded(path).shape == (0,)
@@ -474,7 +490,7 @@ def test_a_list_that_changes_after_it_was_a_storage(write: Write) -> None:
 
 
 def test_a_nested_file_cut_anywhere_is_malformed(write: Write) -> None:
-    """Whatever its length, it is said to be damaged."""
+    """A nested file that is cut at any position is reported as malformed."""
     whole = nested_storage(torch.arange(4.0))
     for size in range(len(whole)):
         unreadable(write(storage_of(whole[:size])), MalformedError, "storage 0")
@@ -484,7 +500,7 @@ TWO = nested_storage(torch.ones(2))
 THREE = nested_storage(torch.ones(3))
 ZIPPED = nested_storage(torch.ones(300), zipped=True)
 CODE = b"cposix\nsystem\n(X\x04\0\0\0truetR0"
-#: Where code is put into TWO, behind the two bytes of PROTO: its own pickle, and each of those around it.
+#: The beginnings of the pickles in TWO. Code is inserted after the two bytes of PROTO.
 PICKLES = {
     "object's": b"\x80\x02(X\x07\0\0\0storage",
     "keys'": b"\x80\x02]q\0X",
@@ -494,43 +510,45 @@ PICKLES = {
 
 
 def with_code(start: bytes, code: bytes) -> bytes:
-    """TWO with `code`, whose result is thrown away, in the pickle that begins with `start`."""
+    """Return ``TWO`` with `code`, whose result is discarded, in the pickle that begins with `start`."""
     assert TWO.count(start) == 1
     at = TWO.index(start) + 2
     return TWO[:at] + code + TWO[at:]
 
 
 def with_keys(keys: bytes) -> bytes:
-    """TWO with `keys` behind its own."""
+    """Return ``TWO`` with `keys` after its own keys."""
     at = TWO.index(b"\x80\x02]q\0X") + 5
     return TWO[:at] + keys + TWO[-16:]
 
 
 def with_a_part() -> bytes:
-    """A nested file with a part of a storage, which the older format can name; only whole storages were ever nested."""
+    """Return a nested file with a part of a storage. The older format allows this, but torch nests only complete
+    storages.
+    """
     made = THREE.replace(b"K\x03Ntq\x04Q", b"K\x03X\x01\0\0\0vK\x01K\x01\x87tq\x04Q")
     assert made != THREE
     return made
 
 
 def with_wrong_characters(n: int) -> bytes:
-    """A text that is no bytes is no storage, whether it is held or left in the file."""
+    """Return a pickle with a storage whose text contains `n` characters that are not bytes."""
     head = b"\x80\x02ctorch.storage\n_load_from_bytes\nc_codecs\nencode\n"
     return head + text("\x80\x02\x8a" + "\u0100" * n) + text("latin1") + b"\x86R\x85R."
 
 
 def of_a_checkpoint() -> bytes:
-    """A checkpoint's own pickle, without the storages, whatever else is in it."""
+    """Return the pickle of a checkpoint that also contains a nested file, without the storages."""
     return records_of(saved([torch.ones(1), Reduced(torch.storage._load_from_bytes, (TWO,))]))["data.pkl"]
 
 
 def called(how: bytes) -> bytes:
-    """A pickle with TWO in it, and `how` it is called."""
+    """Return a pickle in which the opcodes `how` use the function that loads ``TWO``."""
     function = b"\x80\x03ctorch.storage\n_load_from_bytes\nq\0"
     return function + how.replace(b"%s", len(TWO).to_bytes(4, "little") + TWO)
 
 
-#: A text that is the bytes of storages, and what makes one of it.
+#: A text with the bytes of a storage, and the opcodes that create the storage.
 SHARED_TEXT = (
     b"\x80\x02c_codecs\nencode\nq\x000" + text(TWO.decode("latin-1")) + b"q\x010" + text("latin1") + b"q\x020]("
 )
@@ -538,20 +556,20 @@ STORAGE_OF_IT = b"ctorch.storage\n_load_from_bytes\nh\x00h\x01h\x02\x86R\x85R"
 SHARED_LIST = b"\x80\x02(K\x01K\x02lq\x000]("
 
 SOMETHING_ELSE = "does not contain exactly one storage"
-#: What torch nests is one storage and nothing else.
+#: Objects that torch does not nest, because a nested file of torch contains exactly one storage.
 OTHER_OBJECTS = {
     "a dict": {"a": torch.ones(2)},
     "a tensor": torch.ones(2),
     "two storages": [torch.ones(2)._typed_storage(), torch.ones(2)._typed_storage()],
     "nothing": [],
 }
-#: Pickles that are refused, with which error, and why.
+#: Pickles that are refused, with the type of the error and a part of it.
 REFUSED: dict[str, tuple[bytes, type[InputError], str]] = {
     **{
         f"{n} characters above U": (with_wrong_characters(n), MalformedError, "characters above U")
         for n in (10, 100_000)
     },
-    # their numbers could not be copied as they stand
+    # The numbers in these files cannot be copied without a change.
     "a big-endian zip": (storage_of(rezipped(ZIPPED, {"byteorder": b"big"})), UnsupportedError, "big-endian"),
     "a compressed zip": (storage_of(rezipped(ZIPPED, method=zipfile.ZIP_DEFLATED)), UnsupportedError, "compressed"),
     **{
@@ -581,7 +599,7 @@ REFUSED: dict[str, tuple[bytes, type[InputError], str]] = {
         )
         for zipped in (False, True)
     },
-    # loading it would run that, though it is thrown away before what is the object in the end
+    # Loading runs this code, although its result is discarded.
     **{
         f"code in the {whose} pickle": (
             storage_of(with_code(start, CODE)),
@@ -607,7 +625,7 @@ REFUSED: dict[str, tuple[bytes, type[InputError], str]] = {
         UnsupportedError,
         "the pickle of a torch checkpoint without its storages",
     ),
-    # what calls that torch never writes would do is not known
+    # The effect of calls that torch never writes is not known.
     "no bytes among the arguments": (called(b"(B%s0)tR."), UnsupportedError, "not bytes"),
     "no bytes": (called(b"N\x85R."), UnsupportedError, "not bytes"),
     "a state on a storage": (called(b"B%s\x85R}b."), UnsupportedError, "changed in a way that torch does not use"),
@@ -628,7 +646,7 @@ REFUSED: dict[str, tuple[bytes, type[InputError], str]] = {
         MalformedError,
         f"expected {len(pickle.dumps(torch.ones(2)))} bytes",
     ),
-    # an element count far beyond the file allocates nothing
+    # A number of elements far beyond the file allocates no memory.
     "a size that no machine has": (
         storage_of(storage_file_head(Global("torch", "FloatStorage"), "0", "cpu", 1 << 50)),
         MalformedError,
@@ -639,7 +657,7 @@ REFUSED: dict[str, tuple[bytes, type[InputError], str]] = {
         LimitError,
         "an integer in the pickle is too long",
     ),
-    # torch writes none such, and a small file would become a large one
+    # Torch writes no such pickles, and a small file would become a large one.
     "one text for two storages": (
         SHARED_TEXT + 2 * STORAGE_OF_IT + b"e.",
         UnsupportedError,
@@ -655,26 +673,28 @@ REFUSED: dict[str, tuple[bytes, type[InputError], str]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_bad_pickles_are_refused(write: Write, kind: str) -> None:
-    """Each in one typed error."""
+    """A bad pickle is refused with the reason."""
     data, error, said = REFUSED[kind]
     unreadable(write(data), error, said)
 
 
 def test_a_text_for_one_storage_is_read(write: Write) -> None:
-    """What a text that many share is made of is sound."""
+    """A text that could be shared is read if only one storage uses it."""
     assert len(tags(write(SHARED_TEXT + STORAGE_OF_IT + b"e."))) == 1
 
 
 @pytest.mark.parametrize("zipped", [False, True])
 def test_code_in_a_nested_file_is_named(write: Write, zipped: bool) -> None:
-    """Loading it would run that."""
+    """Code in a nested file is reported, because loading the file would run it."""
     path = write(storage_of(saved(Reduced(os.system, ("true",)), _use_new_zipfile_serialization=zipped)))
     assert unreadable(path, InputError, "functions that no checkpoint needs").hint == "do not load it"
 
 
 @given(st.data())
 def test_any_damage_ends_in_a_typed_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """One byte changed, or the file cut: refused in words, or read and written again."""
+    """A pickle in which one byte is changed, or that is cut, is converted or refused. If it is refused, nothing is
+    written.
+    """
     whole = bytearray(tagged(WEIGHTS, protocol=data.draw(st.sampled_from([1, 2, 4]))))
     at = data.draw(st.integers(0, len(whole) - 1))
     if data.draw(st.booleans()):
@@ -691,7 +711,7 @@ def test_any_damage_ends_in_a_typed_error(tmp_path_factory: pytest.TempPathFacto
     assert (said == "") == (folder / "dst.pkl").exists()
 
 
-# What is said of it
+# Findings, imports and notes
 
 
 @pytest.mark.parametrize(
@@ -700,8 +720,10 @@ def test_any_damage_ends_in_a_typed_error(tmp_path_factory: pytest.TempPathFacto
     ids=["weights", "dict", "module"],
 )
 @pytest.mark.parametrize("tag", ["cpu", "cuda:0"])
-def test_the_commands_mend_what_inspect_finds(write: Write, here: Path, obj: Any, tag: str) -> None:
-    """That torch.load does not read it is found; each command is run, and what it is for is gone."""
+def test_the_commands_resolve_the_findings(write: Write, here: Path, obj: Any, tag: str) -> None:
+    """``inspect`` reports that torch.load does not read a pickle. Each suggested command succeeds, and its output does
+    not have the finding.
+    """
     path = write(tagged(obj, tag))
     found = ckptconv.inspect(path)
     assert found.format == "pickle"
@@ -717,14 +739,16 @@ def test_the_commands_mend_what_inspect_finds(write: Write, here: Path, obj: Any
 
 
 def test_torch_is_not_imported(write: Write, tmp_path: Path) -> None:
-    """Neither to look at it nor to move it."""
+    """``inspect``, and a conversion to another device, do not import torch."""
     path = write(tagged(WEIGHTS))
     for args in (["inspect", path], ["convert", path, tmp_path / "dst.pkl", "--to", "cpu"]):
         run_without_torch("from ckptconv.cli.main import main; main(sys.argv[1:])", *args)
 
 
 def test_a_pickle_in_the_corpus(corpus: Path, tmp_path: Path) -> None:
-    """The tests of torchmd-net expect these tensors: the same from pickle, from a pickle and from a ``.pt``."""
+    """A pickle from the tests of torchmd-net contains the same tensors after a conversion to a pickle and then to a
+    ``.pt``.
+    """
     path = corpus / "torchmd+torchmd-net" / "tests" / "expected.pkl"
     wanted = ckptconv.load(path)
     ckptconv.convert(path, tmp_path / "dst.pkl", map_location="cuda:0")
@@ -737,8 +761,8 @@ def test_a_pickle_in_the_corpus(corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.untraced
 def test_many_storages_of_protocol_2_take_no_memory(write: Write, tmp_path: Path) -> None:
-    """Their bytes stand in texts, which stay in the file, short ones too; one piece of one text is
-    decoded at a time.
+    """In protocol 2, the data of storages are texts, which remain in the file even if they are short. Only one piece of
+    one text is decoded at a time.
     """
     made = {f"w{i}": torch.rand(10_000) for i in range(1000)}
     path = write(pickle.dumps(made, 2))
@@ -748,8 +772,10 @@ def test_many_storages_of_protocol_2_take_no_memory(write: Write, tmp_path: Path
     assert_same(made, torch.load(tmp_path / "dst.pt", weights_only=True))
 
 
-def test_texts_of_python_2_are_said_to_need_an_encoding(src: Path) -> None:
-    """torch's loader decodes them as UTF-8, pickle's as ASCII unless it is told."""
+def test_texts_of_python_2_need_an_encoding(src: Path) -> None:
+    """A note reports that texts of Python 2 need an encoding. Torch decodes them as UTF-8, and pickle decodes them as
+    ASCII by default.
+    """
     dst = src.with_suffix(".pkl")
     src.write_bytes(legacy_file({"name": "Zürich"}, {}, python2=True))
     report = ckptconv.convert(src, dst, format="pickle")

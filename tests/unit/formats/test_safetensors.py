@@ -1,4 +1,6 @@
-"""safetensors there and back, and which state dict goes there: torch and the safetensors library are the judges."""
+"""Conversions to safetensors and back, and the choice of the state dict. Torch and the safetensors library load the
+results.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,15 @@ from tests.support.judge import assert_same, tags_of
 from tests.support.reduced import Reduced
 from tests.support.writers import calculated_offsets
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
-# deprecated, once for each process.
+# In each process, torch warns once that nested, quantized, compressed sparse and complex32 tensors are experimental or
+# deprecated.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:torch",
     "ignore::UserWarning:tests.support.zoo",
     "ignore::UserWarning:tests.unit.formats.test_safetensors",
 )
 
-#: The objects of the zoo in which it is clear which state dict is meant, and where that is.
+#: Objects of the zoo with a clear choice of a state dict, and functions that return this state dict.
 STATE_DICTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     **dict.fromkeys(["views", "conj_neg", "two_dtypes", "subclass", "state_dict", "wide"], lambda made: made),
     "ties": lambda made: made["nested"],
@@ -49,12 +51,14 @@ STATE_DICTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     "training": lambda made: made["model"],
     "allowed": lambda made: made["ordered"],
 }
-#: Those in which there is one, but of tensors that the format cannot hold.
+#: Objects of the zoo with a state dict that contains tensors that the format cannot store.
 UNHOLDABLE = ("dtypes", "sparse", "quantized")
 
 
 def odd() -> dict[str, torch.Tensor]:
-    """Names and shapes that a converter stumbles over, and numbers that a copy must not touch."""
+    """Return tensors with names and shapes that are difficult for a converter, and with numbers that a copy must not
+    change.
+    """
     names = [key for key in zoo.ZOO["keys"]() if isinstance(key, str) and key != "\ud800"]
     small = {f"small.{i}": tensor for i, tensor in enumerate(zoo.small())}
     base = torch.arange(10.0)
@@ -65,7 +69,9 @@ def odd() -> dict[str, torch.Tensor]:
 
 
 def every_dtype() -> dict[str, torch.Tensor]:
-    """Each dtype that both have, whole, every second element, and transposed; the narrow ones first."""
+    """Return tensors of each dtype that torch and safetensors have in common. Each dtype is stored completely, with
+    every second element, and transposed. The narrow dtypes come first.
+    """
     kinds = [dtype for dtype in set(_SIZE) if dtype != torch.bool]
     found = {"bool": torch.tensor([True, False, True])}
     for dtype in sorted(kinds, key=lambda dtype: (dtype.itemsize, str(dtype))):
@@ -75,7 +81,7 @@ def every_dtype() -> dict[str, torch.Tensor]:
 
 
 def saved(name: str, path: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
-    """Write to `path` the object in which the state dict `name` is; that state dict, as torch loads it."""
+    """Save the object that contains the state dict `name` to `path`, and return this state dict as torch loads it."""
     made = OURS[name]() if name in OURS else zoo.ZOO[name]()
     zoo.save(made, path, **kwargs)
     loaded = torch.load(path, map_location="cpu", weights_only=False)
@@ -88,19 +94,19 @@ NAMES = [*OURS, *STATE_DICTS]
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The elements in row-major order, conjugated and negated where that was put off."""
+    """Return the bytes of the elements in row-major order, with a pending conjugation or negation applied."""
     plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two tied tensors have in common."""
+    """Return the properties that two tied tensors have in common."""
     place = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
     return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def ties_of(state: dict[str, torch.Tensor]) -> dict[str, str]:
-    """The names of `state` whose tensor has an earlier name, and that name."""
+    """Return the names of `state` whose tensor has an earlier name, with the earlier name."""
     first: dict[tuple[Any, ...], str] = {}
     kept = {
         name: first.setdefault(identity(tensor), name) if tensor.numel() else name for name, tensor in state.items()
@@ -109,7 +115,7 @@ def ties_of(state: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def header_of(path: Path) -> tuple[dict[str, Any], int]:
-    """The header as it stands in the file, and where the data starts."""
+    """Return the header of the file at `path`, and the offset of the data."""
     raw = path.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     header: dict[str, Any] = json.loads(raw[8 : 8 + length])
@@ -117,7 +123,7 @@ def header_of(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """The same names with the same values, bit for bit."""
+    """Check that `found` contains the names and values of `wanted`, bit for bit."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
@@ -125,7 +131,9 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 
 def assert_holds(path: Path, wanted: dict[str, torch.Tensor]) -> None:
-    """The file at `path` is `wanted`: values, order of names, ties recorded, data sorted by item size and aligned."""
+    """Check that the file at `path` contains the values, the order of names and the ties of `wanted`, and that its data
+    are sorted by item size and aligned.
+    """
     ties = ties_of(wanted)
     header, start = header_of(path)
     assert header.pop("__metadata__") == {"format": "pt", **ties}
@@ -139,7 +147,7 @@ def assert_holds(path: Path, wanted: dict[str, torch.Tensor]) -> None:
 
 
 def follow_hint(error: RefusedError, src: Path, dst: Path) -> dict[str, torch.Tensor]:
-    """Convert `src` to `dst` with the keywords that `error`'s hint names; what `dst` then holds."""
+    """Convert `src` to `dst` with the keywords in the hint of `error`, and return the contents of `dst`."""
     assert error.hint is not None
     keywords = eval(f"dict({error.hint[error.hint.index(': ') + 2 :]})")
     found: dict[str, torch.Tensor] = converted(src, dst, **keywords)
@@ -147,34 +155,36 @@ def follow_hint(error: RefusedError, src: Path, dst: Path) -> dict[str, torch.Te
 
 
 def of_ones_and_metadata(items: dict[Any, int]) -> OrderedDict[Any, Any]:
-    """A state dict with a tensor of so many ones under each key; ``_metadata`` makes it one whatever its keys are."""
+    """Return a state dict in which each key has a tensor with the given number of ones. ``_metadata`` makes it a state
+    dict, whatever the keys are.
+    """
     state = OrderedDict[Any, Any]({key: torch.ones(n) for key, n in items.items()})
     state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
     return state
 
 
-# There
+# To safetensors
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_torch_loads_is_what_is_written(name: str, protocol: int, src: Path, safe: Path) -> None:
-    """Each tensor of the state dict, bit for bit, in its order; ties recorded under the first name;
-    sorted and aligned.
+def test_output_contains_the_state_dict(name: str, protocol: int, src: Path, safe: Path) -> None:
+    """Each tensor of the state dict is written, bit for bit and in order. Ties are recorded under the first name, and
+    the data are sorted and aligned.
     """
     state = saved(name, src, pickle_protocol=protocol)
     ckptconv.convert(src, safe, verify=True)
     assert_holds(safe, state)
 
 
-def test_every_dtype_of_the_library_is_among_them() -> None:
-    """The test above misses no dtype that safetensors reads into torch."""
+def test_every_dtype_of_the_library_is_tested() -> None:
+    """``every_dtype`` contains each dtype that safetensors reads into torch."""
     assert {tensor.dtype for tensor in every_dtype().values()} == set(_SIZE)
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in (*STATE_DICTS, *UNHOLDABLE, "module")])
-def test_without_a_state_dict_it_is_refused(name: str, src: Path, safe: Path) -> None:
-    """Nothing is guessed, and nothing is written."""
+def test_objects_without_a_state_dict_are_refused(name: str, src: Path, safe: Path) -> None:
+    """An object without a clear state dict is refused, and nothing is written."""
     zoo.save(zoo.ZOO[name](), src, pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
     refused(RefusedError, "no state dict", src, safe)
 
@@ -182,9 +192,8 @@ def test_without_a_state_dict_it_is_refused(name: str, src: Path, safe: Path) ->
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("name", ["odd", "views", "conj_neg", "two_dtypes", "state_dict"])
 def test_from_a_zip_of_another_tool(name: str, method: int, src: Path, safe: Path) -> None:
-    """Stored anywhere or deflated: whole storages, parts of them and views.
-
-    Nothing that was inflated stays, or stays open.
+    """Complete storages, parts of storages and views are converted from a zip file of another tool, in which the
+    storages are at any offset or deflated. No temporary file remains or stays open.
     """
     state = saved(name, src)
     rezip(src, src, method=method)
@@ -198,7 +207,7 @@ def test_from_a_zip_of_another_tool(name: str, method: int, src: Path, safe: Pat
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("name", ["every_dtype", "odd", "views", "conj_neg", "state_dict"])
 def test_from_a_big_endian_machine(name: str, method: int, src: Path, safe: Path) -> None:
-    """What such a machine would have written of the same state dict gives the same safetensors file."""
+    """The file that a big-endian machine would write gives the same tensors."""
     state = saved(name, src)
     storages: list[Any] = []  # in the order of their keys
     tensors = torch.load(src, map_location=lambda storage, tag: storages.append(storage) or storage).values()
@@ -209,7 +218,9 @@ def test_from_a_big_endian_machine(name: str, method: int, src: Path, safe: Path
 
 
 def test_random_views(src: Path, safe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever view of whatever storage, whatever stretches it is read and written in."""
+    """Random views of random storages are converted correctly, whatever the sizes of the blocks are in which they are
+    read and written.
+    """
     chance = random.Random(5)
     for _ in range(12):
         monkeypatch.setattr(gathering, "_BLOCK", chance.choice([64, 1024, gathering._BLOCK]))
@@ -222,11 +233,11 @@ def test_random_views(src: Path, safe: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def some_views(chance: random.Random) -> dict[str, torch.Tensor]:
-    """Views of one storage."""
+    """Return random views of one storage."""
     dtype = chance.choice([torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.float64])
     base = zoo.counted(dtype, 300)
     if dtype == torch.complex64:
-        base = (torch.arange(1, 301) * (1 + 2j)).to(dtype).conj()  # no zeros: of them torch loses the sign in vectors
+        base = (torch.arange(1, 301) * (1 + 2j)).to(dtype).conj()  # no zeros, whose sign torch loses in vector code
     found = {}
     for i in range(6):
         rank = chance.randrange(5)
@@ -239,7 +250,7 @@ def some_views(chance: random.Random) -> dict[str, torch.Tensor]:
 
 
 def test_the_same_bytes_every_time(src: Path, safe: Path) -> None:
-    """Whatever the hash seed."""
+    """The output has the same bytes for every hash seed."""
     saved("state_dict", src)
     ckptconv.convert(src, safe)
     for seed in ("1", "2"):
@@ -250,8 +261,8 @@ def test_the_same_bytes_every_time(src: Path, safe: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_the_mode_is_the_sources_less_the_umask(umask: int, src: Path, safe: Path) -> None:
-    """Not 0600, which is what the library's writer leaves."""
+def test_mode_of_the_output(umask: int, src: Path, safe: Path) -> None:
+    """The output has the mode of the source without the bits of the umask. The writer of the library leaves 0600."""
     saved("state_dict", src)
     src.chmod(0o664)
     before = os.umask(umask)
@@ -262,8 +273,8 @@ def test_the_mode_is_the_sources_less_the_umask(umask: int, src: Path, safe: Pat
     assert safe.stat().st_mode & 0o777 == 0o664 & ~umask
 
 
-def test_what_the_format_does_not_say_is_a_note(src: Path, safe: Path) -> None:
-    """Devices and requires_grad."""
+def test_notes_on_devices_and_gradients(src: Path, safe: Path) -> None:
+    """Notes report that safetensors stores no devices and no ``requires_grad``."""
     zoo.save({"a": nn.Parameter(torch.ones(1)), "b": torch.ones(2)}, src, ("cuda:1", "mps"))
     report = ckptconv.convert(src, safe)
     assert any("cuda:1, mps" in note for note in report.notes)
@@ -272,14 +283,14 @@ def test_what_the_format_does_not_say_is_a_note(src: Path, safe: Path) -> None:
     assert ckptconv.convert(src, safe, force=True).notes == ()
 
 
-# And back
+# From safetensors
 
 
 @pytest.mark.parametrize("device", [None, "cuda:1", "mps"])
 @pytest.mark.parametrize("name", NAMES)
 def test_there_and_back(name: str, device: str | None, src: Path, safe: Path, dst: Path) -> None:
-    """The safe loader gives what the library gives, tagged as asked, ties tied;
-    whatever way it is loaded; checksums right.
+    """After a conversion back to torch's format, the safe loader returns the tensors of the library, with the requested
+    tag and with the ties. Each way of loading gives the same result, and the checksums are correct.
     """
     state = saved(name, src)
     ckptconv.convert(src, safe)
@@ -304,10 +315,8 @@ def test_there_and_back(name: str, device: str | None, src: Path, safe: Path, ds
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_second_time_it_is_the_same_bytes(name: str, src: Path, safe: Path, dst: Path) -> None:
-    """pt → safetensors → pt → safetensors, and safetensors → safetensors: the same
-    file, but for the order of tied names.
-    """
+def test_a_second_conversion_gives_the_same_bytes(name: str, src: Path, safe: Path, dst: Path) -> None:
+    """A safetensors file has the same bytes after a conversion to torch's format and back, or to safetensors."""
     saved(name, src)
     ckptconv.convert(src, safe)
     ckptconv.convert(safe, dst)
@@ -317,10 +326,8 @@ def test_a_second_time_it_is_the_same_bytes(name: str, src: Path, safe: Path, ds
         assert again.read_bytes() == safe.read_bytes(), each
 
 
-def test_without_edits_blocks_line_up(src: Path, safe: Path, tmp_path: Path) -> None:
-    """safetensors → safetensors with longer names: the data stands at the same place modulo
-    4096, where it did at a multiple of 8.
-    """
+def test_offset_of_the_data_with_longer_names(src: Path, safe: Path, tmp_path: Path) -> None:
+    """If the names in a safetensors file become longer, the offset of the data changes by a multiple of 4096."""
     saved("state_dict", src)
     ckptconv.convert(src, safe)
     longer = tmp_path / "longer.safetensors"
@@ -346,8 +353,8 @@ def test_without_edits_blocks_line_up(src: Path, safe: Path, tmp_path: Path) -> 
 def test_files_of_the_library(
     tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None, tmp_path: Path, safe: Path, dst: Path
 ) -> None:
-    """Equal tensors and metadata, to which nothing is added that the source does not say; on the way to torch's format
-    the metadata is left behind, and named.
+    """A file of the library is converted with equal tensors and metadata, and nothing is added. In torch's format, the
+    metadata is left behind, and the report names it.
     """
     theirs = tmp_path / "a.safetensors"
     save_file(tensors, theirs, metadata)
@@ -362,8 +369,8 @@ def test_files_of_the_library(
 # Ties
 
 
-def test_tied_tensors_under_every_name(src: Path, safe: Path, dst: Path, tmp_path: Path) -> None:
-    """``copy_tied``: each name has its own bytes, and nothing is recorded; of a recorded tie as well."""
+def test_copies_of_tied_tensors(src: Path, safe: Path, dst: Path, tmp_path: Path) -> None:
+    """With ``copy_tied``, each name has its own bytes, and no tie is recorded, even if the source records one."""
     state = saved("state_dict", src)
     assert ties_of(state) == {"tail.weight": "head.weight"}
     ckptconv.convert(src, tmp_path / "tied.safetensors")
@@ -374,8 +381,8 @@ def test_tied_tensors_under_every_name(src: Path, safe: Path, dst: Path, tmp_pat
     refused(UsageError, "copy_tied", safe, tmp_path / "c.pt", copy_tied=True)
 
 
-def test_the_library_reads_ties_into_a_module_and_we_read_its(src: Path, safe: Path, dst: Path) -> None:
-    """``load_model`` takes our files, and what ``save_model`` wrote is tied again."""
+def test_ties_for_and_from_the_library(src: Path, safe: Path, dst: Path) -> None:
+    """``load_model`` loads an output with ties, and the ties in a file of ``save_model`` are restored."""
     module = zoo.module()
     torch.save(module.state_dict(), src)
     ckptconv.convert(src, safe)
@@ -389,7 +396,7 @@ def test_the_library_reads_ties_into_a_module_and_we_read_its(src: Path, safe: P
 
 
 class Layers(nn.Module):
-    """Two layers, which may be one."""
+    """Two layers, which can be the same layer."""
 
     def __init__(self, *, tied: bool, second: bool = True) -> None:
         super().__init__()
@@ -401,9 +408,9 @@ class Layers(nn.Module):
 @pytest.mark.parametrize("saved_by", ["save_model", "convert"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_load_returns_tied_names_for_all_models(tied: bool, saved_by: str, src: Path, safe: Path) -> None:
-    """``load_state_dict`` takes what ``load`` returns of a file with a tie, for a model that ties the names and for one
-    that has them apart, strictly; what ``load_file`` returns lacks names for either. For a model that has one of the
-    names only, the other one is unexpected, as after ``torch.load``.
+    """``load`` returns all names of tied tensors, so a model with tied layers and a model with separate layers load the
+    result strictly. The result of ``load_file`` lacks names for both. In a model that has only one of the names, the
+    other one is unexpected, as after ``torch.load``.
     """
     model, other = Layers(tied=True), Layers(tied=tied)
     torch.save(model.state_dict(), src)
@@ -422,7 +429,9 @@ def test_load_returns_tied_names_for_all_models(tied: bool, saved_by: str, src: 
 
 @pytest.mark.parametrize("names", [("a", "format", "b"), ("format", "a", "b")])
 def test_a_tie_named_format(names: tuple[str, ...], src: Path, safe: Path, dst: Path) -> None:
-    """``format`` in the metadata says whose file it is: such a tensor is written whole; others can be tied to it."""
+    """In the metadata, ``format`` names the library that wrote the file. A tensor with this name is therefore stored
+    completely. Other tensors can be tied to it.
+    """
     weight = torch.arange(3.0)
     torch.save(dict.fromkeys(names, weight), src)
     first = names[0]
@@ -435,8 +444,8 @@ def test_a_tie_named_format(names: tuple[str, ...], src: Path, safe: Path, dst: 
 
 
 def test_metadata_that_only_looks_like_a_tie(tmp_path: Path, safe: Path, dst: Path) -> None:
-    """A key that is a tensor's name, a value that is none, and ``format`` are metadata; a key that
-    is none with a value that is one is a tie.
+    """A text in the metadata is a tie only if its key is not the name of a tensor and not ``format``, and its value is
+    the name of a tensor.
     """
     state = {"a": torch.arange(3.0), "b": torch.arange(4.0)}
     metadata = {"a": "b", "format": "a", "note": "c", "tied": "b"}
@@ -448,7 +457,7 @@ def test_metadata_that_only_looks_like_a_tie(tmp_path: Path, safe: Path, dst: Pa
 
 
 def test_a_name_that_is_taken_in_the_metadata(tmp_path: Path, safe: Path) -> None:
-    """A tie whose dropped name is a key of the metadata already is written out, and the metadata stays."""
+    """A tie is written as a tensor if its name becomes an existing key of the metadata. The metadata is kept."""
     theirs = tmp_path / "a.safetensors"
     state = {"a": torch.arange(3.0), "b": torch.ones(2)}
     save_file(state, theirs, {"tied": "a", "note": "hello"})
@@ -457,7 +466,7 @@ def test_a_name_that_is_taken_in_the_metadata(tmp_path: Path, safe: Path) -> Non
 
 
 def test_ties_follow_edits_of_names(src: Path, safe: Path, tmp_path: Path) -> None:
-    """Both names of a record are renamed; where the kept one is left out, the other one is written."""
+    """Both names of a recorded tie are renamed. If the name with the bytes is left out, the other name gets them."""
     state = saved("state_dict", src)
     ckptconv.convert(src, safe)
     edited = tmp_path / "edited.safetensors"
@@ -468,10 +477,9 @@ def test_ties_follow_edits_of_names(src: Path, safe: Path, tmp_path: Path) -> No
     assert_equal(found, {name: tensor for name, tensor in state.items() if name != "head.weight"})
 
 
-def test_views_that_share_bytes_are_each_whole(src: Path, safe: Path) -> None:
-    """Overlapping, transposed, of another shape: not equal, so not tied.
-
-    (Of another dtype: ``two_dtypes`` of the zoo.)
+def test_views_that_share_bytes_are_written_completely(src: Path, safe: Path) -> None:
+    """Views of the same bytes with another offset, shape or order are not tied, and each of them is written completely.
+    (Views of another dtype are in ``two_dtypes`` of the zoo.)
     """
     base = torch.arange(6.0).reshape(2, 3)
     state = {"base": base, "t": base.t(), "flat": base.reshape(-1), "row": base[1], "more": base[:, :2]}
@@ -480,11 +488,11 @@ def test_views_that_share_bytes_are_each_whole(src: Path, safe: Path) -> None:
     assert metadata_of(safe) == {"format": "pt", "again": "base"}
 
 
-# What it cannot hold
+# Tensors that cannot be stored
 
 
 def unholdable() -> OrderedDict[Any, Any]:
-    """What safetensors has no way to say, and three names between them that it can hold."""
+    """Return a state dict of tensors and names that safetensors cannot store, and of three that it can store."""
     state = of_ones_and_metadata({})
     state |= {
         "fine": torch.arange(3.0),
@@ -506,8 +514,10 @@ def unholdable() -> OrderedDict[Any, Any]:
 
 
 @pytest.mark.parametrize("at", ["root", "nested"])
-def test_everything_it_cannot_hold_is_named_at_once(at: str, src: Path, safe: Path) -> None:
-    """By path and reason, and the flags of the hint leave out exactly that."""
+def test_all_tensors_that_cannot_be_stored_are_named(at: str, src: Path, safe: Path) -> None:
+    """The error names all tensors that cannot be stored, with path and reason. The options in the hint leave out
+    exactly these tensors.
+    """
     state = unholdable()
     zoo.save(state if at == "root" else {"model": state, "epoch": 3}, src, ("cpu",))
     fine = ("fine", "double", "quantized0")
@@ -525,16 +535,18 @@ def test_everything_it_cannot_hold_is_named_at_once(at: str, src: Path, safe: Pa
     assert_equal(follow_hint(error, src, safe), {name: state[name] for name in fine})
 
 
-def test_no_glob_is_advised_that_takes_a_sound_tensor(src: Path, safe: Path) -> None:
-    """A name that nobody can type has a glob that other names can have too; then there is no advice."""
+def test_hint_does_not_exclude_valid_tensors(src: Path, safe: Path) -> None:
+    """A name that cannot be typed needs a glob, which can match other names. The error contains no hint if the glob
+    would match a valid tensor.
+    """
     torch.save({"\ud800": torch.ones(1), "a": torch.ones(2)}, src)
     assert refused(RefusedError, "cannot store", src, safe).hint is None
     torch.save({"\ud800": torch.ones(1), "ab": torch.ones(2)}, src)
     assert_equal(follow_hint(refused(RefusedError, "cannot store", src, safe), src, safe), {"ab": torch.ones(2)})
 
 
-def test_a_key_that_is_no_string_is_named_and_can_be_left_out(src: Path, safe: Path) -> None:
-    """Each of them, as the error's hint says."""
+def test_keys_that_are_not_strings_can_be_left_out(src: Path, safe: Path) -> None:
+    """The error names each key that is not a string, and the hint leaves out these keys."""
     torch.save(of_ones_and_metadata({"a": 2, 3: 1, (1, "b"): 1}), src)
     said = r"\[3\] \(its key is not a string\), \[\(1, 'b'\)\] \(its key is not a string\)"
     error = refused(RefusedError, said, src, safe)
@@ -542,8 +554,10 @@ def test_a_key_that_is_no_string_is_named_and_can_be_left_out(src: Path, safe: P
 
 
 @pytest.mark.parametrize("name", UNHOLDABLE)
-def test_objects_of_the_zoo_that_it_cannot_hold(name: str, src: Path, safe: Path) -> None:
-    """Every tensor of a dtype that the library does not know, or that is not strided; the hint leaves the rest."""
+def test_objects_of_the_zoo_that_cannot_be_stored(name: str, src: Path, safe: Path) -> None:
+    """The error names each tensor that is not strided, or whose dtype the library does not know. The hint keeps the
+    others.
+    """
     made = zoo.ZOO[name]()
     zoo.save(made, src)
     known = set(_SIZE)
@@ -557,9 +571,9 @@ def test_objects_of_the_zoo_that_it_cannot_hold(name: str, src: Path, safe: Path
         assert error.hint is None
 
 
-def test_what_torch_cannot_hold_is_named_at_once(tmp_path: Path, dst: Path) -> None:
-    """The dtypes of safetensors that torch has not: 6 bits, and 4 bits in odd rows; on to safetensors
-    they are copied.
+def test_dtypes_that_torch_does_not_have_are_named(tmp_path: Path, dst: Path) -> None:
+    """Torch has no 6-bit dtypes, and no 4-bit dtypes with odd rows. The error names all tensors with such dtypes. A
+    conversion to safetensors copies them.
     """
     tensors_ = {
         "six": ("F6_E2M3", [4], 3),
@@ -594,7 +608,9 @@ def test_what_torch_cannot_hold_is_named_at_once(tmp_path: Path, dst: Path) -> N
 
 
 def test_names_that_become_one(src: Path, safe: Path) -> None:
-    """Both are named, and nothing is written; a name that an edit makes ``__metadata__`` is refused as well."""
+    """The error for two names that would become one contains both, and nothing is written. An edit to the name
+    ``__metadata__`` is refused too.
+    """
     torch.save({"module.a": torch.ones(1), "a": torch.ones(1), "b": torch.ones(2)}, src)
     refused(CollisionError, r"become 'a' .*'module.a' and 'a'", src, safe, strip_prefix="module")
     refused(CollisionError, None, src, safe, rename=[("^.*$", "x")])
@@ -602,40 +618,42 @@ def test_names_that_become_one(src: Path, safe: Path) -> None:
 
 
 def test_a_name_that_is_set_twice(src: Path, safe: Path) -> None:
-    """Which of the two is meant is not guessed; without the first one it is what torch loads, the last."""
+    """A name that is set twice is refused, because either value can be meant. If the first value is excluded, the
+    result is that of torch, which loads the last value.
+    """
     items = [("a", torch.ones(1)), ("w", torch.ones(2)), ("w", torch.zeros(3))]
     torch.save({"model": Reduced(dict, (), None, None, iter(items))}, src)
     refused(RefusedError, "a second value with that name", src, safe)
     assert_equal(converted(src, safe, exclude="model/w"), torch.load(src, weights_only=False)["model"])
 
 
-def test_a_view_that_fills_no_disk(src: Path, safe: Path) -> None:
+def test_a_huge_view_is_refused(src: Path, safe: Path) -> None:
     """An expanded scalar of terabytes is refused by name before anything is written."""
     torch.save({"a": torch.ones(1), "huge": torch.ones(1).expand(1 << 20, 1 << 20)}, src)
     refused(RefusedError, r" huge \(its 4,398,046,511,104 bytes", src, safe)
 
 
-# Which state dict
+# Choice of the state dict
 
 
 WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "layer.bias": torch.ones(2)}
 
 
 def averaged() -> dict[str, torch.Tensor]:
-    """A twin of WEIGHTS."""
+    """Return other tensors with the names of ``WEIGHTS``."""
     return {name: tensor / 2 for name, tensor in WEIGHTS.items()}
 
 
 @pytest.mark.parametrize(
     "name", ["state_dict", "model", "model_state_dict", "module", "net", "network", "params", "weights", "model_state"]
 )
-def test_the_one_under_a_usual_name_is_meant(name: str, src: Path, safe: Path) -> None:
-    """Though there is another."""
+def test_state_dict_under_a_usual_name_is_chosen(name: str, src: Path, safe: Path) -> None:
+    """A state dict under a usual name is chosen, although there is another one."""
     torch.save({"ema": averaged(), name: WEIGHTS, "epoch": 3}, src)
     assert_equal(converted(src, safe), WEIGHTS)
 
 
-#: Where the only state dict can stand, and what it stands in.
+#: Paths of the only state dict, and the objects that contain it there.
 PLACES: dict[str, dict[str, Any]] = {
     "teacher": {"teacher": WEIGHTS},
     "a/b/c": {"a": {"b": {"c": WEIGHTS}}},
@@ -645,8 +663,8 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", PLACES)
-def test_the_only_one_is_meant(path: str, src: Path, safe: Path) -> None:
-    """Wherever it stands; an optimizer's tensors are none."""
+def test_the_only_state_dict_is_chosen(path: str, src: Path, safe: Path) -> None:
+    """The only state dict is chosen at any path. The tensors of an optimizer are not a state dict."""
     optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
     torch.save({**PLACES[path], "optimizer": optimizer}, src)
     report = ckptconv.convert(src, safe)
@@ -655,9 +673,9 @@ def test_the_only_one_is_meant(path: str, src: Path, safe: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [("student", "teacher"), ("model", "state_dict"), ("it's [odd]", "b")])
-def test_several_are_listed_and_the_hint_selects(names: tuple[str, str], src: Path, safe: Path) -> None:
-    """Where it is not clear, each is named with its bytes, and the hint's ``--select``
-    takes the first; any can be selected.
+def test_several_state_dicts_are_listed(names: tuple[str, str], src: Path, safe: Path) -> None:
+    """If the choice is not clear, the error lists each state dict with its size, and the hint selects the first one.
+    Any of them can be selected.
     """
     torch.save({names[0]: WEIGHTS, names[1]: averaged()}, src)
     error = refused(RefusedError, None, src, safe)
@@ -669,8 +687,10 @@ def test_several_are_listed_and_the_hint_selects(names: tuple[str, str], src: Pa
     assert [(left.path, left.nbytes) for left in report.left_behind] == [(paths[0], 32)]
 
 
-def test_a_selection_that_means_nothing(src: Path, safe: Path) -> None:
-    """The state dicts are listed; what is none is refused."""
+def test_invalid_selections(src: Path, safe: Path) -> None:
+    """If a selection does not exist, the error lists the state dicts. A selected object that is not a state dict is
+    refused.
+    """
     torch.save({"model": WEIGHTS, "epoch": 3, "list": [torch.ones(1)]}, src)
     refused(NoMatchError, r"there is nothing at modle .*model \(32 bytes\)", src, safe, select="modle")
     for path in ("list", "model/layer.bias"):
@@ -678,7 +698,7 @@ def test_a_selection_that_means_nothing(src: Path, safe: Path) -> None:
 
 
 def shared_training() -> dict[str, Any]:
-    """A training checkpoint in which others use the model's storages, and one another's."""
+    """Return a training checkpoint in which other parts share storages with the model and with one another."""
     buffer, kept = torch.full((5,), 7.0), nn.Parameter(WEIGHTS["layer.weight"])
     state = OrderedDict(
         {"layer.weight": kept, "tied": kept, "view": kept.detach().t(), "bias": torch.ones(2), "none": None}
@@ -702,8 +722,8 @@ LEFT = {"optimizer": 256, "epoch": 0, "buffers": 20, "again": 0, "best": 0}
 
 
 def test_what_is_left_behind(src: Path, safe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each part with its bytes: a storage counts once, one that the model uses as well not
-    at all; in the report and in ``--json``.
+    """The report and ``--json`` list each part that is left behind, with its size. A storage counts once, and not at
+    all if the model uses it too.
     """
     zoo.save(shared_training(), src)
     in_report = [vars(left) for left in ckptconv.convert(src, safe).left_behind]
@@ -720,7 +740,7 @@ def test_what_is_left_behind(src: Path, safe: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("method", [None, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_the_state_dict_alone_in_torchs_format(method: int | None, src: Path, dst: Path) -> None:
-    """``--state-dict``: everything that it is, and nothing of the rest; records numbered from 0."""
+    """``--state-dict`` keeps the complete state dict and nothing else. The records are numbered from 0."""
     zoo.save(shared_training(), src)
     assert b"KRAM" in src.read_bytes()
     whole, tags = tags_of(src)
@@ -745,8 +765,8 @@ def test_the_state_dict_alone_in_torchs_format(method: int | None, src: Path, ds
 @pytest.mark.parametrize(
     "flags", [{"state_dict": True}, {"select": "model"}, {"exclude": "ema/*"}, {"exclude": "first"}]
 )
-def test_a_tensor_that_stood_in_what_is_left_behind(flags: dict[str, Any], src: Path, dst: Path) -> None:
-    """The safe loader takes the rest, as it took the source, though the same tensor object stood before it."""
+def test_tensor_that_is_also_in_a_part_that_is_left_behind(flags: dict[str, Any], src: Path, dst: Path) -> None:
+    """The safe loader loads the output, even if a part that was left behind contained the same tensor first."""
     weight = torch.ones(2)
     made = {"ema": {"w": weight}, "model": {"a": torch.zeros(1), "w": weight}}
     if flags == {"exclude": "first"}:
@@ -760,18 +780,18 @@ def test_a_tensor_that_stood_in_what_is_left_behind(flags: dict[str, Any], src: 
 
 @pytest.mark.parametrize("path", ["buffers", "optimizer", "model/view", "buffers[1]", "."])
 def test_any_part_alone_in_torchs_format(path: str, src: Path, dst: Path) -> None:
-    """``--select``: a list, an optimizer, a tensor, the root."""
+    """``--select`` extracts a list, an optimizer, a tensor, or the complete object."""
     zoo.save(shared_training(), src, ("cpu",))
     whole = torch.load(src)
     parts = {"model/view": whole["model"]["view"], "buffers[1]": whole["buffers"][1], ".": whole, **whole}
     assert_same(parts[path], converted(src, dst, select=path))
 
 
-# Some tensors
+# Filters
 
 
 def partial() -> dict[str, Any]:
-    """Two state dicts and a list; tensors that share storages across them."""
+    """Return two state dicts and a list, with tensors that share storages."""
     base, lone = torch.arange(8.0), torch.full((4,), 0x4C4F4E45, dtype=torch.int32)
     tied = torch.ones(2)
     state = {"enc.w": base[:4], "enc.b": base[4:], "dec.w": tied, "dec.t": tied, "lone": lone}
@@ -790,12 +810,12 @@ def partial() -> dict[str, Any]:
         ({"exclude": "dec.?"}, ["enc.w", "enc.b", "lone"], ["enc.w", "enc.b"]),
     ],
 )
-def test_some_tensors(flags: dict[str, Any], model: list[str], ema: list[str], src: Path, dst: Path) -> None:
-    """By name in every state dict, by path where the glob has a slash; what stays keeps its order, ties and storages;
-    bytes of what goes are gone.
+def test_filters(flags: dict[str, Any], model: list[str], ema: list[str], src: Path, dst: Path) -> None:
+    """A glob matches names in every state dict, or paths if it contains a slash. The remaining tensors keep their
+    order, ties and storages, and the bytes of the others are removed.
     """
     made = partial()
-    made["list"] = made["list"][1:]  # or it keeps a storage
+    made["list"] = made["list"][1:]  # the first item would keep a storage
     zoo.save(made, src)
     whole = torch.load(src, map_location="cpu")
     report = ckptconv.convert(src, dst, **flags)
@@ -817,14 +837,14 @@ def test_some_tensors(flags: dict[str, Any], model: list[str], ema: list[str], s
 
 
 def storages_of(loaded: dict[str, Any]) -> dict[int, int]:
-    """The storages in `loaded` and their bytes."""
+    """Return the storages in `loaded`, with their sizes."""
     found = [*loaded["model"].values(), *loaded["ema"].values(), *loaded["list"]]
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in found}
 
 
-def test_some_tensors_to_safetensors(src: Path, safe: Path) -> None:
-    """The state dict is chosen first; where a tie's first name goes, the next one has the bytes; names as the source
-    has them, before edits.
+def test_filters_to_safetensors(src: Path, safe: Path) -> None:
+    """The state dict is chosen before the filters apply, and globs match the names of the source. If the first name of
+    a tie is left out, the next name gets the bytes.
     """
     torch.save(partial(), src)
     state = partial()["model"]
@@ -838,9 +858,8 @@ def test_some_tensors_to_safetensors(src: Path, safe: Path) -> None:
 
 
 def test_tensors_outside_state_dicts_need_a_slash(src: Path, dst: Path) -> None:
-    """``--include`` without one leaves them; with one they go, unless a glob means them.
-
-    What has no name cannot be left out.
+    """``include`` without a slash keeps tensors outside state dicts. With a slash, such a tensor is kept only if a glob
+    matches its path. An element without a name cannot be left out.
     """
     torch.save({"model": WEIGHTS, "other": {"mean": torch.ones(1), "n": 3}, "epoch": 1}, src)
     assert converted(src, dst, include="*.bias")["other"] == {"mean": torch.ones(1), "n": 3}
@@ -855,7 +874,7 @@ def test_tensors_outside_state_dicts_need_a_slash(src: Path, dst: Path) -> None:
 @pytest.mark.parametrize("flag", ["include", "exclude"])
 @pytest.mark.parametrize("glob", ["encoder.*", "model/nothing", "ENC.*", "enc", "mean"])
 def test_a_glob_that_matches_nothing_is_a_typo(flag: str, glob: str, src: Path, dst: Path, safe: Path) -> None:
-    """Though another one matches; nothing is written."""
+    """A glob that matches nothing is refused, even if another one matches, and nothing is written."""
     torch.save({"model": partial()["model"], "other": {"mean": torch.ones(1), "n": 3}}, src)
     flags: dict[str, Any] = {"include": ["enc.*"], "exclude": ["lone"]}
     flags[flag].append(glob)
@@ -869,7 +888,7 @@ def test_a_glob_that_matches_nothing_is_a_typo(flag: str, glob: str, src: Path, 
 @pytest.mark.parametrize("method", [None, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("kind", ["whole", "head", "tail", "transposed", "view beside"])
 def test_damage_is_found(kind: str, method: int | None, src: Path, safe: Path) -> None:
-    """A flipped bit anywhere in a storage that is used, though the view does not reach it, and no output appears."""
+    """A flipped bit in a storage is reported even if the view does not contain it, and nothing is written."""
     base = torch.arange(3000, dtype=torch.int32)
     views = {
         "whole": base,
@@ -884,11 +903,11 @@ def test_damage_is_found(kind: str, method: int | None, src: Path, safe: Path) -
     damage(src, base, deflated=method == zipfile.ZIP_DEFLATED)
     for flags in ({}, {"verify": True}, {"include": "x"}):
         refused(MalformedError, "damaged|checksum", src, safe, **flags)
-    ckptconv.convert(src, safe, exclude="x")  # what is damaged is not used
+    ckptconv.convert(src, safe, exclude="x")  # the damaged storage is not used
 
 
 def damage(path: Path, tensor: torch.Tensor, *, deflated: bool = False) -> None:
-    """Flip a bit in the middle of `tensor` in the archive at `path`; where it is `deflated`, one of its checksum."""
+    """Flip a bit in the middle of `tensor` in the archive at `path`, or a bit of its checksum if it is `deflated`."""
     data, raw = path.read_bytes(), tensor.numpy().tobytes()
     if deflated:
         name = next(name for name in zipfile.ZipFile(path).namelist() if name.endswith("data/1"))
@@ -897,8 +916,8 @@ def damage(path: Path, tensor: torch.Tensor, *, deflated: bool = False) -> None:
         flip_bit(path, data.index(raw) + len(raw) // 2)
 
 
-def test_without_checksums_it_is_converted(src: Path, safe: Path) -> None:
-    """There is nothing to compare with, which a note says; the way back has checksums."""
+def test_a_file_without_checksums_is_converted(src: Path, safe: Path) -> None:
+    """A file without checksums is converted, and a note reports that they are missing."""
     with without_crc32():
         state = saved("views", src)
     with zipfile.ZipFile(src) as archive:
@@ -909,7 +928,7 @@ def test_without_checksums_it_is_converted(src: Path, safe: Path) -> None:
 
 
 def test_an_error_leaves_the_old_output(src: Path, safe: Path) -> None:
-    """Though the copy had begun."""
+    """An error keeps the old output, even if the copy has begun."""
     base = torch.arange(3000, dtype=torch.int32)
     torch.save({"x": base}, src)
     damage(src, base)
@@ -918,8 +937,8 @@ def test_an_error_leaves_the_old_output(src: Path, safe: Path) -> None:
     assert safe.read_bytes() == b"old"
 
 
-def test_a_name_makes_no_tie_of_metadata(tmp_path: Path) -> None:
-    """A text that would be read as another name of a tensor that has just got this name is left behind, named."""
+def test_rename_does_not_make_a_tie_of_metadata(tmp_path: Path) -> None:
+    """A text is left behind if it would be read as a tie after a rename, and the report names the text."""
     a, b, c = (tmp_path / f"{name}.safetensors" for name in "abc")
     save_file({"a": torch.ones(2), "b": torch.zeros(3)}, a, {"note": "c", "other": "d"})
     report = ckptconv.convert(a, b, rename=[("^a$", "c")])
@@ -928,15 +947,17 @@ def test_a_name_makes_no_tie_of_metadata(tmp_path: Path) -> None:
     assert sorted(converted(b, c)) == ["b", "c"]
 
 
-def test_no_glob_is_printed_for_one_of_two_values(src: Path, safe: Path) -> None:
-    """Of a key that is set twice the last value counts in Python: leaving that out would keep another."""
+def test_no_hint_for_a_key_with_two_values(src: Path, safe: Path) -> None:
+    """If a key is set twice, the last value counts in Python. Leaving out this value would keep the other one, so there
+    is no hint.
+    """
     items = [("w", torch.ones(2)), ("w", torch.zeros(2))]
     torch.save(Reduced(OrderedDict, (), {"_metadata": {}}, None, iter(items)), src)
     assert refused(RefusedError, "second value with that name", src, safe).hint is None
 
 
-def test_a_safetensors_file_is_a_state_dict_whatever_is_in_it(tmp_path: Path, safe: Path, dst: Path) -> None:
-    """Even where its tensors look like states of random generators."""
+def test_a_safetensors_file_is_always_a_state_dict(tmp_path: Path, safe: Path, dst: Path) -> None:
+    """A safetensors file is a state dict, even if its tensors look like the states of random generators."""
     theirs = tmp_path / "src.safetensors"
     save_file({"random": torch.zeros(16, dtype=torch.uint8), "seed": torch.zeros(5056, dtype=torch.uint8)}, theirs)
     assert list(converted(theirs, safe, add_prefix="module", exclude="seed")) == ["module.random"]
@@ -944,22 +965,22 @@ def test_a_safetensors_file_is_a_state_dict_whatever_is_in_it(tmp_path: Path, sa
     assert list(found) == ["module.random", "module.seed"]
 
 
-def test_what_is_conjugated_is_not_tied_to_what_is_not(src: Path) -> None:
-    """The same bytes, other values."""
+def test_conjugated_tensor_is_not_tied_to_the_original(src: Path) -> None:
+    """A conjugated tensor has the bytes of the original and other values, so the two are not tied."""
     z = torch.randn(3, dtype=torch.complex64)
     torch.save({"z": z, "c": z.conj(), "again": z}, src)
     assert ckptconv.inspect(src).ties == (("z", "again"),)
 
 
 def test_a_filter_that_leaves_nothing(src: Path, dst: Path) -> None:
-    """A file without tensors is not what anybody asks for."""
+    """A filter that leaves no tensor is refused."""
     torch.save({"a": torch.ones(1)}, src)
     refused(NoMatchError, "no tensor would be left", src, dst, exclude="*")
 
 
 def test_ties_and_devices_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names that become texts are named, in both directions; a device that no one
-    can store is not said to have changed.
+    """Names that become texts in the metadata are reported, in both directions. A device that the format does not store
+    is not reported as changed.
     """
     w = torch.ones(2)
     zoo.save({"module.w": w, "module.head": w}, tmp_path / "a.pt", ("cuda:1",))
@@ -984,7 +1005,9 @@ def test_ties_and_devices_are_reported(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_selected_mapping_need_not_be_a_state_dict(src: Path, safe: Path) -> None:
-    """Tensors beside an epoch: the refusal says how, and the rest is left behind, named."""
+    """The error for tensors next to other values suggests a selection. Only the tensors of the selected mapping are
+    written, and the report names the other values.
+    """
     torch.save({"a": torch.ones(2), "epoch": 3, "part": {"b": torch.zeros(1), "lr": 0.1}}, src)
     refused(RefusedError, r"no state dict in it.*select='\.' extracts its 1 tensor", src, safe)
     for path, wanted, left_behind in (
@@ -1010,7 +1033,9 @@ def test_a_selected_mapping_need_not_be_a_state_dict(src: Path, safe: Path) -> N
     ],
 )
 def test_arguments_of_wrong_types(wrong: dict[str, Any], tmp_path: Path) -> None:
-    """A TypeError that names the argument; a string is not a list of its letters, nor true."""
+    """An argument of a wrong type raises a TypeError that names the argument. A string is neither a list of its letters
+    nor true.
+    """
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     with pytest.raises(TypeError, match=next(iter(wrong))):
         ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", **wrong)
@@ -1018,7 +1043,7 @@ def test_arguments_of_wrong_types(wrong: dict[str, Any], tmp_path: Path) -> None
 
 
 def test_a_command_in_an_error_is_never_cut(src: Path, safe: Path) -> None:
-    """Where it would be too long, it says how it goes; all names stand in the error all the same."""
+    """If a command in an error would be too long, the error contains an example of it. All names are in the error."""
     torch.save({f"layer_{i:03}.weight": torch.eye(2).to_sparse() for i in range(100)} | {"w": torch.ones(1)}, src)
     said = str(refused(RefusedError, None, src, safe))
     assert all(f"layer_{i:03}.weight (sparse)" in said for i in range(100))
@@ -1026,14 +1051,14 @@ def test_a_command_in_an_error_is_never_cut(src: Path, safe: Path) -> None:
 
 
 def left_of(made: Any, folder: Path, suffix: str = "pt", **edits: Any) -> list[str]:
-    """The paths of what the conversion of `made` leaves behind."""
+    """Convert `made`, and return the paths of the parts that are left behind."""
     torch.save(made, folder / "made.pt")
     report = ckptconv.convert(folder / "made.pt", folder / f"out.{suffix}", force=True, **edits)
     return [left.path for left in report.left_behind]
 
 
-def test_what_is_selected_is_all_that_there_is(tmp_path: Path) -> None:
-    """Names and globs do not reach what stands outside, though it be the same object."""
+def test_edits_apply_only_to_the_selected_part(tmp_path: Path) -> None:
+    """Names and globs do not apply outside the selected part, even if an object outside is the same."""
     a, b = torch.ones(2), torch.zeros(3)
     assert left_of({"a": {"x": a}, "b": {"x": a, "y": b}}, tmp_path, select="b", exclude="a/*") == ["a"]
     assert list(torch.load(tmp_path / "out.pt")) == ["x", "y"]
@@ -1049,7 +1074,9 @@ def test_what_is_selected_is_all_that_there_is(tmp_path: Path) -> None:
 
 
 def parts() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Checkpoints, and the part of each to take, whose objects were made elsewhere first, in another order."""
+    """Return checkpoints, each with options that extract a part of it. The objects of the part occur earlier in the
+    checkpoint, in another order.
+    """
     a, b = torch.ones(2), torch.zeros(3)
     model, ema, one, two = {"w": a}, {"w": b}, {"lr": 1}, {"lr": 2}
     z = [torch.randn(2, dtype=torch.complex64).conj() for _ in range(2)]
@@ -1066,8 +1093,10 @@ def parts() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", parts())
-def test_a_part_is_as_loadable_as_the_whole(name: str, src: Path, dst: Path) -> None:
-    """Whatever order the part has its objects in, torch's safe loader takes it, and finds what the whole had there."""
+def test_safe_loader_loads_a_part(name: str, src: Path, dst: Path) -> None:
+    """The safe loader of torch loads the part, in whatever order it contains its objects, and returns the same objects
+    as from the complete checkpoint.
+    """
     made, edits = parts()[name]
     torch.save(made, src)
     expected = torch.load(src)
@@ -1079,7 +1108,7 @@ def test_a_part_is_as_loadable_as_the_whole(name: str, src: Path, dst: Path) -> 
 
 
 def test_attributes_of_tensors_are_named(src: Path, safe: Path) -> None:
-    """They stay behind, with their bytes."""
+    """Attributes of tensors are left behind, and the report names them with their sizes."""
     x = torch.ones(4)
     x.scale, x.k = torch.ones(100), 5  # type: ignore[attr-defined]
     torch.save({"x": x}, src)
@@ -1087,15 +1116,15 @@ def test_attributes_of_tensors_are_named(src: Path, safe: Path) -> None:
     assert [(each.path, each.nbytes) for each in left] == [("x/.scale", 400), ("x/.k", 0)]
 
 
-def test_a_mapping_in_two_places_loses_its_items_in_both(tmp_path: Path) -> None:
-    """And the report says so."""
+def test_a_mapping_at_two_paths_loses_its_items_at_both(tmp_path: Path) -> None:
+    """If a mapping is at two paths, an excluded item is removed at both, and the report contains both."""
     state = {"w": torch.ones(1), "v": torch.ones(2)}
     assert left_of({"model": state, "ema": state}, tmp_path, exclude="model/w") == ["model/w", "ema/w"]
 
 
-def test_hints_speak_of_the_sources_names(src: Path, safe: Path) -> None:
-    """Globs see the names before the edits, so that is what the hint says; a tensor at
-    the root has a path with a slash too.
+def test_hints_contain_the_names_of_the_source(src: Path, safe: Path) -> None:
+    """Globs match the names before other edits, so the hint contains these names. A tensor at the root has a path with
+    a slash too.
     """
     torch.save({"module.bad": torch.ones(2, dtype=torch.complex128), "module.ok": torch.ones(1)}, src)
     error = refused(RefusedError, None, src, safe, strip_prefix="module")
@@ -1104,23 +1133,25 @@ def test_hints_speak_of_the_sources_names(src: Path, safe: Path) -> None:
     assert left_of(mixed, src.parent, exclude="./w") == ["w"]
 
 
-def test_elements_that_no_key_names_are_not_dropped(src: Path, dst: Path) -> None:
-    """What cannot be taken out is not said to have been."""
+def test_elements_without_a_key_cannot_be_excluded(src: Path, dst: Path) -> None:
+    """An element without a key cannot be left out, so a glob that matches its path is refused."""
     torch.save({"m": {"l": [torch.ones(1)]}, "w": {"a": torch.ones(1)}}, src)
     refused(RefusedError, "only what has a key", src, dst, exclude="m/l*")
 
 
 @pytest.mark.parametrize("name", ["..pt", "...pt", "a\\b.pt"])
-def test_the_folder_in_the_archive_leads_nowhere(name: str, tmp_path: Path) -> None:
-    """Whatever the target is called, unpacking the zip writes below it."""
+def test_names_of_records_stay_inside_the_folder(name: str, tmp_path: Path) -> None:
+    """Whatever the name of the output is, the names of the records in its archive stay inside the folder when they are
+    unpacked.
+    """
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
     assert_equal(converted(tmp_path / "a.safetensors", tmp_path / name), {"a": torch.ones(1)})
     with zipfile.ZipFile(tmp_path / name) as archive:
         assert all(not {"..", ".", ""} & set(entry.split("/")) and "\\" not in entry for entry in archive.namelist())
 
 
-def test_a_pickle_cannot_say_what_torch_has_not(src: Path) -> None:
-    """The 6-bit dtypes of safetensors are no words of a pickle."""
+def test_a_pickle_cannot_contain_dtypes_that_torch_does_not_have(src: Path) -> None:
+    """The 6-bit dtypes of safetensors cannot occur in a pickle."""
     torch.save({"a": torch.ones(3)}, src)
     said = records_of(src)["data.pkl"].replace(b"rebuild_tensor_v2", b"rebuild_tensor_v3")
     at = said.rindex(b"t")  # the tuple of arguments
@@ -1128,10 +1159,10 @@ def test_a_pickle_cannot_say_what_torch_has_not(src: Path) -> None:
     unreadable(src, MalformedError, "a tensor has no dtype")
 
 
-def test_a_mapping_is_looked_through_once_for_all_that_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not once for each: 30,000 of 60,000 tensors would take for ever."""
+def test_a_mapping_is_searched_once_for_all_excluded_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapping is searched once for all items that are left out. A search for each of 30,000 items would take too
+    long.
+    """
     calls: list[Any] = []
     original = selection.item_segments
     monkeypatch.setattr(selection, "item_segments", lambda mapping: (calls.append(mapping), original(mapping))[1])
@@ -1143,7 +1174,7 @@ def test_a_mapping_is_looked_through_once_for_all_that_is_left_out(
 def test_no_order_of_effects_is_computed_for_a_format_that_has_none(
     src: Path, safe: Path, dst: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part goes to torch's format with its order looked at once, and to safetensors without."""
+    """The order of effects is computed once for torch's format, and not at all for safetensors."""
     calls: list[object] = []
     monkeypatch.setattr(selection, "drop_effect_order", calls.append)
     torch.save({"model": {"a": torch.ones(2), "b": torch.ones(2)}, "epoch": 1}, src)

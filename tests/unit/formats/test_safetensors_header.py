@@ -1,6 +1,6 @@
-"""The header of a safetensors file: what is refused and why, what is read, what is written.
+"""The header of a safetensors file: invalid headers, valid headers, and written headers.
 
-The safetensors library judges.
+The results are compared with those of the safetensors library.
 """
 
 from __future__ import annotations
@@ -29,48 +29,56 @@ from ckptconv.limits import LIMITS
 from tests.support.conversions import read as read_checkpoint
 from tests.support.conversions import unreadable
 
-DATA = bytes(range(1, 252))  # all different: a wrong range is other bytes
-ONE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'  # a sound header, of four bytes of data
+DATA = bytes(range(1, 252))  # all bytes differ, so a wrong range gives different bytes
+ONE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'  # a valid header for four bytes of data
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file to write one example after the other to."""
+    """Return the path of a file to which the examples are written one after the other."""
     return tmp_path_factory.mktemp("headers") / "m.safetensors"
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The path of a file."""
+    """Return the path of a file that does not exist yet."""
     return tmp_path / "m.safetensors"
 
 
 def file_of(header: bytes, data: bytes = DATA[:4], length: int | None = None) -> bytes:
-    """A file with `header` and `data`; `length` is what its first 8 bytes claim."""
+    """Return a file with `header` and `data`. Its first 8 bytes contain `length`, by default the length of the
+    header.
+    """
     return (len(header) if length is None else length).to_bytes(8, "little") + header + data
 
 
 def tensor(**fields: object) -> bytes:
-    """A header of the one tensor ``a``, four bytes of F32 but for `fields`."""
+    """Return the header of one tensor, ``a``, with four bytes of F32. The `fields` replace or extend its
+    description.
+    """
     sound = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     return json.dumps({"a": {**sound, **fields}}).encode()
 
 
 def put(path: Path, blob: bytes) -> None:
-    """`blob` as a new file at `path`: one that is truncated and written again, ext4 sends to the disk at once."""
+    """Write `blob` to a new file at `path`. If an existing file were truncated, ext4 would flush it to the disk at
+    once.
+    """
     path.unlink(missing_ok=True)
     path.write_bytes(blob)
 
 
 def read(path: Path, blob: bytes) -> Header:
-    """What ckptconv reads in `blob`."""
+    """Write `blob` to `path`, and return the header that ckptconv reads from it."""
     put(path, blob)
     with Source(path) as source:
         return read_header(source)
 
 
 def seen_by_us(path: Path, blob: bytes) -> tuple[object, object] | InputError:
-    """Metadata and tensors by name, each a dtype, a shape and its bytes; or the refusal."""
+    """Return the metadata, and the dtype, shape and bytes of each tensor by name. Return the error if ckptconv refuses
+    `blob`.
+    """
     try:
         header = read(path, blob)
     except InputError as error:
@@ -80,7 +88,7 @@ def seen_by_us(path: Path, blob: bytes) -> tuple[object, object] | InputError:
 
 
 def seen_by_library(path: Path, blob: bytes) -> tuple[object, object] | str:
-    """The same as the library sees it."""
+    """Return the same as ``seen_by_us``, as the library reads `blob`."""
     put(path, blob)
     try:
         tensors = safetensors.deserialize(blob)
@@ -91,7 +99,7 @@ def seen_by_library(path: Path, blob: bytes) -> tuple[object, object] | str:
     return metadata, {name: (t["dtype"], t["shape"], bytes(t["data"])) for name, t in tensors}
 
 
-# Broken
+# Invalid headers
 
 BROKEN = {
     "nothing": (b"", "too short"),
@@ -197,7 +205,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("row", BROKEN)
 def test_a_broken_header_is_malformed(row: str, path: Path) -> None:
-    """The message says the file and what is wrong with it, in one line; the library refuses it too."""
+    """An invalid header is reported in one line that contains the path and the fault. The library refuses it too."""
     blob, what = BROKEN[row]
     with pytest.raises(MalformedError, match=what) as caught:
         read(path, blob)
@@ -215,9 +223,9 @@ def test_a_broken_header_is_malformed(row: str, path: Path) -> None:
     ],
     ids=["a dtype", "a dtype in small letters", "a field"],
 )
-def test_what_a_later_version_may_write_is_not_damage(blob: bytes, what: str, path: Path) -> None:
-    """A dtype or a field that is not in the specification is refused as unsupported: the field may change what the
-    tensor is.
+def test_unknown_dtypes_and_fields_are_unsupported(blob: bytes, what: str, path: Path) -> None:
+    """A dtype or a field that is not in the specification is reported as unsupported, not as malformed. A new field may
+    change the meaning of the tensor.
     """
     with pytest.raises(UnsupportedError, match=what):
         read(path, blob)
@@ -225,7 +233,9 @@ def test_what_a_later_version_may_write_is_not_damage(blob: bytes, what: str, pa
 
 @pytest.mark.parametrize("opening", [b'{"a":', b"["])
 def test_deep_nesting_is_a_limit(opening: bytes, tmp_path: Path) -> None:
-    """100,000 levels neither crash the interpreter nor raise a bare RecursionError."""
+    """A header with 100,000 levels of nesting is reported as a limit. It neither crashes the interpreter nor raises a
+    bare RecursionError.
+    """
     blob = file_of(b'{"a":' + opening * 100_000, b"")
     with pytest.raises(LimitError, match="nested too deeply"):
         read(tmp_path / "m.safetensors", blob)
@@ -233,7 +243,9 @@ def test_deep_nesting_is_a_limit(opening: bytes, tmp_path: Path) -> None:
 
 
 def test_nesting_is_a_limit_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the stack is small, as in a browser, the parser would end the process. Brackets in texts are none."""
+    """The limit on nesting is checked before the header is parsed, because the parser would end the process if the
+    stack is small, as in a browser. Brackets in strings do not count.
+    """
     path = tmp_path / "m.safetensors"
     texts = {"a": "[" * 500, "b": "\\" + "{" * 500, "c": '"' + "[" * 500}
     sound = file_of(json.dumps({"__metadata__": texts}).encode(), b"")
@@ -248,21 +260,25 @@ def test_nesting_is_a_limit_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
 def test_nesting_in_each_encoding_of_json(encoding: str) -> None:
-    """A byte of U+2200 is a quotation mark in ASCII: what stands behind it is no text for that."""
+    """Brackets in a string do not count as nesting, in any encoding of JSON. In UTF-16 and UTF-32, one byte of U+2200
+    equals an ASCII quotation mark, but it does not end the string.
+    """
     safetensors_header.check_nesting(('["\u2200", "' + "[" * 5000 + '"]').encode(encoding))
     with pytest.raises(RecursionError):
         safetensors_header.check_nesting(('["\u2200", ' + "[" * 5000).encode(encoding))
 
 
 @pytest.mark.parametrize("header", [b"{\0\0\0\xff\xff\xff\xff", b"{\0\0\0\0\0\x11\0"])
-def test_what_is_no_text_in_the_encoding_that_it_begins_in(header: bytes, path: Path) -> None:
+def test_text_that_is_invalid_in_its_encoding(header: bytes, path: Path) -> None:
     with pytest.raises(MalformedError, match="it is no"):
         read(path, file_of(header, b""))
 
 
 @pytest.mark.parametrize("rank", [64, 65])
 def test_more_dimensions_than_torch_has_are_a_limit(rank: int, path: Path) -> None:
-    """The header is sound, and so says the library; the checkpoint is refused, by the tensor's name. 64 are read."""
+    """A header with a tensor of 65 dimensions is valid, also for the library, but the checkpoint is refused and the
+    error names the tensor. A tensor of 64 dimensions is read.
+    """
     blob = file_of(tensor(shape=[1] * rank))
     assert seen_by_us(path, blob) == seen_by_library(path, blob) == (None, {"a": ("F32", [1] * rank, DATA[:4])})
     if rank == 64:
@@ -272,12 +288,14 @@ def test_more_dimensions_than_torch_has_are_a_limit(rank: int, path: Path) -> No
 
 
 def limit_headers(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
-    """Replace some limits of headers."""
+    """Replace some of the limits for headers."""
     monkeypatch.setattr(safetensors_header, "LIMITS", dataclasses.replace(safetensors_header.LIMITS, **limits))
 
 
 def test_the_librarys_bound_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100,000,000 bytes are not too many, one more is; and at the bound itself the header is read."""
+    """A header of 100,000,000 bytes is not too long. A header with one byte more is refused. The safetensors library
+    has the same limit.
+    """
     for length, ours, librarys in (
         (100_000_000, "ends inside it", "invalid header length"),
         (100_000_001, "too long", "header too large"),
@@ -290,7 +308,7 @@ def test_the_librarys_bound_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert isinstance(seen_by_us(tmp_path / "m", file_of(ONE)), tuple) == fits
 
 
-# Sound
+# Valid headers
 
 SOUND = {
     "plain": file_of(ONE),
@@ -329,8 +347,8 @@ SOUND = {
 
 @pytest.mark.parametrize("row", SOUND)
 def test_a_sound_header_is_read(row: str, path: Path) -> None:
-    """Names, dtypes, shapes, bytes and metadata are those that the library sees; the
-    entries stand in the header's order.
+    """The names, dtypes, shapes, bytes and metadata are the same as those from the library. The entries have the order
+    of the header.
     """
     seen = seen_by_us(path, SOUND[row])
     assert isinstance(seen, tuple), seen
@@ -341,7 +359,7 @@ def test_a_sound_header_is_read(row: str, path: Path) -> None:
     assert [e.name for e in header.entries] == [n for n in json.loads(SOUND[row][8 : 8 + length]) if n != METADATA]
 
 
-# Where we and the library differ: in no case do we read what it refuses.
+# Differences between ckptconv and the library. ckptconv never reads a header that the library refuses.
 
 DIFFERENCES = {
     "a name twice: the library takes the last, another reader may take the first": (
@@ -362,7 +380,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("row", DIFFERENCES)
 def test_a_known_difference_is_one(row: str, path: Path) -> None:
-    """The library reads it, we refuse it. When the library grows stricter, the row goes."""
+    """The library reads the header, and ckptconv refuses it. A row must be removed when the library refuses it too."""
     blob, what = DIFFERENCES[row]
     assert isinstance(seen_by_library(path, blob), tuple)
     with pytest.raises(MalformedError, match=what):
@@ -370,9 +388,11 @@ def test_a_known_difference_is_one(row: str, path: Path) -> None:
 
 
 def without_differences(blob: bytes) -> bytes:
-    """`blob`, which the library reads, with what it makes of DIFFERENCES written plainly."""
+    """Return the file that `blob` becomes without the peculiarities in DIFFERENCES, with the meaning that the library
+    gives them.
+    """
     length = int.from_bytes(blob[:8], "little")
-    top = json.loads(blob[8 : 8 + length])  # takes the last of two keys, as the library does
+    top = json.loads(blob[8 : 8 + length])  # keeps the last of two equal keys, as the library does
     for name in top.keys() - {METADATA}:
         fields = top[name]
         if isinstance(fields, list):
@@ -384,14 +404,16 @@ def without_differences(blob: bytes) -> bytes:
 
 
 def pairs(blob: bytes) -> Any:
-    """The header of `blob` with every key of it, also those that stand twice."""
+    """Return the header of `blob` with all its keys, also those that occur twice."""
     return json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")], object_pairs_hook=lambda pairs: ("{}", *pairs))
 
 
 def check_difference(path: Path, blob: bytes) -> str:
-    """Both read `blob` alike, or both refuse it, or it has one of DIFFERENCES and without it both read it alike.
+    """Check that ckptconv and the library both read `blob` and agree, or both refuse it, or differ as in
+    DIFFERENCES.
 
-    Which of these.
+    Return which of the three applies. If they differ, ckptconv must read the file without the peculiarities as the
+    library reads `blob`.
     """
     ours, librarys = seen_by_us(path, blob), seen_by_library(path, blob)
     if isinstance(librarys, str):
@@ -406,7 +428,7 @@ def check_difference(path: Path, blob: bytes) -> str:
     return "different"
 
 
-# Generated headers. As a tree, an object is a tuple of pairs, so that a key can stand twice.
+# Generated headers. In the tree, an object is a tuple of pairs, so that a key can occur twice.
 
 WORDS = sorted(BY_WORD)
 NAMES = ["a", "b", "c.weight", "", "é", "😀", 'a"b', "a\\", "\x01", "\x7f", "__metadata", "dtype"]
@@ -425,7 +447,7 @@ BYTES = b' \t\r\n\v\0\x01\x7f\x80\xc3\xa9\xff"{}[],:\\/u-+.eE0123456789nulltrueF
 
 
 def sound_tree(random: Random) -> tuple[Any, int]:
-    """A header with nothing wrong in it, and the bytes of its data."""
+    """Return a valid header as a tree, and the number of bytes of its data."""
     items: list[tuple[str, Any]] = []
     at = 0
     for name in random.sample(NAMES, random.choice([0, 1, 1, 2, 2, 3])):
@@ -442,7 +464,7 @@ def sound_tree(random: Random) -> tuple[Any, int]:
 
 
 def mutated(tree: Any, random: Random) -> Any:
-    """`tree` with one change in it, most often deep inside."""
+    """Return `tree` with one change, usually at a deep level."""
     if isinstance(tree, (tuple, list)) and random.random() < 0.95:
         items = list(tree)
         i = random.randrange(len(items) + 1)
@@ -463,7 +485,7 @@ def mutated(tree: Any, random: Random) -> Any:
 
 
 def spelled(tree: Any, random: Random) -> str:
-    """`tree` as JSON, with spaces here and there."""
+    """Return `tree` as JSON with random spaces."""
     space = random.choice(["", "", "", " ", "\n\t"])
     if isinstance(tree, tuple):
         items = (f"{spelled(key, random)}:{space}{spelled(value, random)}" for key, value in tree)
@@ -474,7 +496,7 @@ def spelled(tree: Any, random: Random) -> str:
 
 
 def generated(random: Random) -> bytes:
-    """A file with a sound header and at most three changes: in its structure, in its bytes, in the data's length."""
+    """Return a file with a valid header and a few random changes: in its structure, in its bytes, or in its lengths."""
     tree, nbytes = sound_tree(random)
     for _ in range(random.choice([0, 1, 1, 2])):
         tree = mutated(tree, random)
@@ -490,14 +512,18 @@ def generated(random: Random) -> bytes:
 
 @given(st.integers(0, 2**64))
 def test_the_library_and_we_agree_on_generated_headers(file: Path, seed: int) -> None:
-    """Read alike by both or refused by both, but for the known differences."""
+    """ckptconv and the library both read a generated header and agree, or both refuse it, except for the known
+    differences.
+    """
     random = Random(seed)
     for _ in range(30):
         check_difference(file, generated(random))
 
 
 def test_generated_headers_come_in_all_kinds(file: Path) -> None:
-    """Else the test above would show little: a good part of them is read, refused, and read by the library alone."""
+    """Enough of the generated headers are read, refused, and read only by the library. Otherwise the previous test
+    would show little.
+    """
     random = Random(0)
     kinds = Counter(check_difference(file, generated(random)) for _ in range(500))
     assert min(kinds["read"], kinds["refused"]) > 100
@@ -508,14 +534,16 @@ def test_generated_headers_come_in_all_kinds(file: Path) -> None:
 
 
 def test_the_dtypes_are_the_librarys(tmp_path: Path) -> None:
-    """Every word that the library knows, and none that it does not."""
+    """The known dtypes are exactly those that the library lists in its error message."""
     message = seen_by_library(tmp_path / "m", file_of(tensor(dtype="F128")))
     assert set(re.findall(r"`(\w+)`", str(message))) == {"F128", *BY_WORD}
 
 
 @pytest.mark.parametrize("word", WORDS)
 def test_a_dtype_has_the_librarys_size(word: str, path: Path) -> None:
-    """Eight elements take so many bytes, not one more or fewer, in the table, in the reader and in the library."""
+    """Eight elements of each dtype need exactly the same number of bytes in the table, in ckptconv and in the
+    library.
+    """
     right = BY_WORD[word].bytes_of(8)
     for nbytes in (right - 1, right, right + 1):
         blob = file_of(tensor(dtype=word, shape=[8], data_offsets=[0, nbytes]), DATA[:nbytes])
@@ -525,14 +553,14 @@ def test_a_dtype_has_the_librarys_size(word: str, path: Path) -> None:
 
 @pytest.mark.parametrize("word", [word for word in WORDS if BY_WORD[word].name in BY_NAME])
 def test_a_dtype_is_the_librarys_in_torch(word: str, path: Path) -> None:
-    """The library makes a tensor of torch's dtype of that name."""
+    """The library returns a tensor with the torch dtype that has the same name."""
     nbytes = BY_WORD[word].bytes_of(8)
     path.write_bytes(file_of(tensor(dtype=word, shape=[8], data_offsets=[0, nbytes]), bytes(nbytes)))
     with safetensors.safe_open(path, "pt") as file:
         assert file.get_tensor("a").dtype is getattr(torch, BY_WORD[word].name)
 
 
-# Written
+# Written headers
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(NAMES)
 names = texts.filter(lambda name: name != METADATA)
@@ -548,8 +576,8 @@ kinds = st.tuples(st.sampled_from(WORDS), st.lists(st.sampled_from([0, 1, 2, 8])
 def test_a_written_header_is_read_as_it_was_meant(
     file: Path, metadata: dict[str, str], tensors: dict[str, tuple[str, list[int]]], random: Random, like: int | None
 ) -> None:
-    """By the library and by us, in the order given; the data starts at a multiple of 8, and where
-    `like` allows it at its place modulo 4096.
+    """The library and ckptconv read a written header back without changes, in the given order. The data starts at a
+    multiple of 8. If `like` is a multiple of 8, the data starts at the same position modulo 4096.
     """
     entries = {}
     at = 0
@@ -570,9 +598,8 @@ def test_a_written_header_is_read_as_it_was_meant(
 
 
 def test_a_header_is_compact_and_padded_with_spaces() -> None:
-    """JSON without spaces, and at most 7 bytes more: what other writers do.
-
-    The metadata stands first, in its own order.
+    """A header is JSON without spaces, and ends with at most 7 spaces of padding, as other writers do. The metadata
+    comes first, in its own order.
     """
     head = header_bytes({"z": "é", "a": '"'}, [Entry("x", "F32", (1, 2), 0, 8), Entry("b", "U8", (), 8, 9)])
     text = (
@@ -583,7 +610,7 @@ def test_a_header_is_compact_and_padded_with_spaces() -> None:
 
 
 def test_a_header_that_no_reader_would_take_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound counts the spaces at its end."""
+    """A header above the limit is not written. The padding counts."""
     entries = [Entry("a", "F32", (1,), 0, 4)]
     length = len(header_bytes({}, entries)) - 8
     limit_headers(monkeypatch, safetensors_header=length)
@@ -597,7 +624,9 @@ def test_a_header_that_no_reader_would_take_is_not_written(monkeypatch: pytest.M
 def test_a_header_that_describes_too_much_is_refused_before_it_is_parsed(
     field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few megabytes of brackets, texts or numbers would become gigabytes of objects."""
+    """A header with too many brackets, quotation marks or commas is refused before it is parsed. A few megabytes of
+    them would become gigabytes of objects.
+    """
     limit_headers(monkeypatch, rank=0, **{field: 1})
     monkeypatch.setattr(json, "loads", lambda *args, **kwargs: pytest.fail("parsed"))
     with pytest.raises(LimitError, match="more data than a million tensors"):

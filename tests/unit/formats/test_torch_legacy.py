@@ -1,5 +1,7 @@
-"""torch's format from before 1.6, read and written: torch is the judge where it can read, its
-zip of the same object where it cannot.
+"""Reading and writing the format that torch used before version 1.6.
+
+The results are compared with those of torch. If torch cannot read the file, they are compared with torch's zip of the
+same object.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from tests.support.sampled import sampled
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:torch",
     "ignore::UserWarning:tests.support.zoo",
-    "ignore:TypedStorage is deprecated",  # said once for each process, of whoever is the first to look into one
+    "ignore:TypedStorage is deprecated",  # issued once for each process, at the first access
 )
 
 CASES = [
@@ -53,7 +55,7 @@ FLOATS = struct.pack("<6f", *range(6))
 
 
 def refusal(act: Callable[[], Any]) -> str | None:
-    """What `act` raises, in words; None where it does what it should."""
+    """Return the error that `act` raises, as text. Return None if it succeeds."""
     try:
         act()
     except Exception as error:
@@ -62,7 +64,9 @@ def refusal(act: Callable[[], Any]) -> str | None:
 
 
 def saved(name: str, path: Path, protocol: int) -> Any:
-    """The object `name` of the zoo, saved in the older format at `path`; skips where torch itself refuses."""
+    """Save the object `name` of the zoo in the legacy format at `path`, and return it. Skip the test if torch
+    refuses.
+    """
     made = zoo.ZOO[name]()
     why = refusal(lambda: zoo.save(made, path, pickle_protocol=protocol, _use_new_zipfile_serialization=False))
     if why:
@@ -71,28 +75,30 @@ def saved(name: str, path: Path, protocol: int) -> Any:
 
 
 def readable(name: str, path: Path) -> bool:
-    """Whether torch reads the object `name` back from `path`: of some it reads values before
-    they are there, with whatever memory held.
+    """Return whether torch can read the object `name` back from `path`. For two objects, torch uses values before it
+    has loaded them, so it returns arbitrary memory.
     """
     return name not in ("nested", "generator") and refusal(lambda: tags_of(path)) is None
 
 
 @pytest.fixture
 def readable_file(name: str, src: Path) -> Path:
-    """The object `name` of the zoo in the older format; skips where torch cannot write or read it so."""
+    """Return a file with the object `name` of the zoo in the legacy format. Skip the test if torch cannot write or read
+    it.
+    """
     saved(name, src, zoo.NEEDS_PROTOCOL.get(name, 2))
     if not readable(name, src):
         pytest.skip("torch cannot read it back")
     return src
 
 
-# As torch writes it
+# Files as torch writes them
 
 
 @pytest.mark.parametrize(("name", "protocol"), sampled(CASES))
 def test_the_zoo_to_a_zip_and_back(name: str, protocol: int, tmp_path: Path) -> None:
-    """Whatever torch writes in the older format is the same object in a zip, with the same tags; what torch can read in
-    the older format is the same there again.
+    """An object in the legacy format is the same object in a zip, with the same tags. The zip can be converted back if
+    torch can read the legacy file. Otherwise the conversion back is refused.
     """
     src, there, back = tmp_path / "src.pt", tmp_path / "there.pt", tmp_path / "back.pt"
     made = saved(name, src, protocol)
@@ -113,8 +119,8 @@ def test_the_zoo_to_a_zip_and_back(name: str, protocol: int, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_without_edits_it_is_the_same_file(name: str, readable_file: Path, dst: Path) -> None:
-    """legacy to legacy, nothing asked, gives the same bytes, but for texts of one character, which torch's pickler
-    writes as often as they come.
+    """A conversion from legacy to legacy without options gives the same bytes. Exceptions are pickles with more than
+    one spelling, for example with repeated texts of one character.
     """
     ckptconv.convert(readable_file, dst, format="legacy")
     if len(readable_file.read_bytes()) == len(dst.read_bytes()):
@@ -124,14 +130,14 @@ def test_without_edits_it_is_the_same_file(name: str, readable_file: Path, dst: 
     assert_same(*(tags_of(path)[0] for path in (readable_file, dst)))
 
 
-#: Objects with one-character texts, or that torch's C pickler writes with opcodes for which there is another spelling.
+#: Objects with texts of one character, or with opcodes of torch's C pickler that have another spelling.
 OTHERWISE_WRITTEN = ["numpy_objects", "cycles", "set_cycle", "qualified", "containers"]
 OTHERWISE_WRITTEN += ["objects"] * (sys.version_info >= (3, 13))
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_retagged(name: str, readable_file: Path, dst: Path) -> None:
-    """``to cpu`` and ``to cuda:1`` in the format itself change the tags, and nothing else."""
+    """Conversions to ``cpu`` and ``cuda:1`` within the legacy format change the tags, and nothing else."""
     wanted, tags = tags_of(readable_file)
     for device in ("cpu", "cuda:1"):
         ckptconv.convert(readable_file, dst, map_location=device, format="legacy", force=True)
@@ -142,13 +148,13 @@ def test_retagged(name: str, readable_file: Path, dst: Path) -> None:
             assert_same(wanted, found)
 
 
-#: Rebuilt on a device that is an argument of a call: torch would need it.
+#: Objects with a device as the argument of a call. torch would need the device to load them.
 DEVICES_IN_CALLS = ("allowed", "subclass")
 
 
 def test_loadable_whatever_its_protocol(tmp_path: Path) -> None:
-    """A state dict in protocol 0 to 5 comes out so that torch's safe loader takes it, as a zip and in the format
-    itself; of protocol 0 torch itself reads none back.
+    """A state dict in any protocol from 0 to 5 is written so that torch's safe loader reads it, in a zip and in the
+    legacy format. torch itself cannot read protocol 0.
     """
     state = nn.BatchNorm1d(3).state_dict()
     for protocol in range(6):
@@ -161,7 +167,9 @@ def test_loadable_whatever_its_protocol(tmp_path: Path) -> None:
 
 
 def test_names_and_parts_as_in_any_other(src: Path, dst: Path, safe: Path) -> None:
-    """Prefixes, parts and safetensors work on the older format, and what is left out takes its bytes along."""
+    """Prefixes, exclusions and safetensors work with the legacy format. An excluded tensor takes no space in the
+    output.
+    """
     weights = {"module.a": torch.arange(4.0), "module.b": torch.ones(1000)}
     legacy({"state_dict": weights, "epoch": 3}, src)
     found = converted(src, dst, strip_prefix="module.", exclude="module.b", format="legacy")
@@ -174,8 +182,8 @@ def test_names_and_parts_as_in_any_other(src: Path, dst: Path, safe: Path) -> No
 
 
 def test_ties_of_safetensors_are_reported(tmp_path: Path) -> None:
-    """A name that the source has as a text alone is a tensor again, tied, which every
-    format of torch's says in its report.
+    """A name that the source contains only as the text of a tie becomes a tied tensor, and the report of every torch
+    format lists it.
     """
     tied = torch.ones(2)
     ckptconv.save({"a": tied, "b": tied}, tmp_path / "src.safetensors")
@@ -193,8 +201,8 @@ def test_ties_of_safetensors_are_reported(tmp_path: Path) -> None:
     ids=str,
 )
 def test_dtypes_that_torch_cannot_read_back(dtype: torch.dtype, src: Path, dst: Path) -> None:
-    """Each dtype is read from the older format; where torch could not read it back it is refused by name, and
-    ``--format pt`` is the way.
+    """Every dtype is read from the legacy format. A dtype that torch could not read back is not written in the legacy
+    format. The error names the tensor and suggests the format ``pt``.
     """
     try:
         tensor = zoo.counted(dtype)
@@ -221,8 +229,8 @@ def test_dtypes_that_torch_cannot_read_back(dtype: torch.dtype, src: Path, dst: 
 
 
 def test_one_storage_under_two_dtypes_is_refused(src: Path, dst: Path) -> None:
-    """A storage that is named under two dtypes is refused: every format knows one for
-    each, and torch refuses to write that too.
+    """A storage that is used with two dtypes is refused, because every format has one dtype for each storage. torch
+    refuses to write such an object too.
     """
     whole = torch.arange(4.0)
     assert "different types" in str(refusal(lambda: legacy([whole, whole.view(torch.int32)], src)))
@@ -234,9 +242,9 @@ def test_one_storage_under_two_dtypes_is_refused(src: Path, dst: Path) -> None:
     refused(MalformedError, "described in two ways", src, dst, format="legacy")
 
 
-def test_only_what_has_a_key_is_offered_to_be_left_out(src: Path, dst: Path) -> None:
-    """The hint names the flags that leave out what cannot be written, where that works: an element of a
-    list has none.
+def test_hints_exclude_only_tensors_with_keys(src: Path, dst: Path) -> None:
+    """The hint names the options that exclude the tensors that cannot be written. There is no hint if one of them is an
+    element of a list, which cannot be excluded.
     """
     odd = torch.ones(2, dtype=torch.uint16)
     torch.save({"a": odd, "b": [torch.ones(2)]}, src)
@@ -248,7 +256,9 @@ def test_only_what_has_a_key_is_offered_to_be_left_out(src: Path, dst: Path) -> 
 
 
 def test_a_bare_storage_of_bytes_is_refused(src: Path, dst: Path) -> None:
-    """An untyped storage that no tensor uses is read, and refused by name on the way back; a typed one is written."""
+    """An untyped storage that no tensor uses is read from the legacy format. Writing it in the legacy format is
+    refused.
+    """
     legacy([torch.ones(3).untyped_storage()], src)
     ckptconv.convert(src, dst)
     assert bytes(torch.load(dst, weights_only=False)[0]) == bytes(torch.ones(3).untyped_storage())
@@ -256,7 +266,7 @@ def test_a_bare_storage_of_bytes_is_refused(src: Path, dst: Path) -> None:
 
 
 def test_big_endian_zips_are_turned_round(src: Path, dst: Path) -> None:
-    """The older format is little-endian everywhere: of a big-endian zip each number is turned round."""
+    """The legacy format is always little-endian, so the bytes of every number of a big-endian zip are swapped."""
     made = {"f": torch.arange(3.0), "i": torch.arange(5), "c": torch.tensor([1 + 2j]), "b": torch.tensor([True])}
     torch.save(made, src)
     big_endian(src, src, {"0": 4, "1": 8, "2": 4, "3": 1})
@@ -265,7 +275,7 @@ def test_big_endian_zips_are_turned_round(src: Path, dst: Path) -> None:
 
 
 def quantized(kind: str) -> nn.Module:
-    """A module whose weights torch packs when it is loaded."""
+    """Return a module of this `kind` whose weights torch packs when it loads the module."""
     torch.backends.quantized.engine = "fbgemm" if "fbgemm" in torch.backends.quantized.supported_engines else "qnnpack"
     made: nn.Module = {
         "linear": lambda: nq.Linear(4, 3),
@@ -281,8 +291,8 @@ def quantized(kind: str) -> nn.Module:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["linear", "conv", "embedding", "dynamic"])
 def test_packed_weights_are_refused(kind: str, src: Path, dst: Path) -> None:
-    """torch packs quantized weights while it reads the pickle, before their bytes are there: refused by name;
-    ``inspect`` says so of a file that has them already.
+    """Writing packed weights in the legacy format is refused, because torch would pack them before it reads their
+    bytes. ``inspect`` reports a file that already contains them.
     """
     torch.save(quantized(kind), src)
     refused(RefusedError, "packed weights", src, dst, format="legacy")
@@ -291,8 +301,8 @@ def test_packed_weights_are_refused(kind: str, src: Path, dst: Path) -> None:
 
 
 def test_names_that_only_the_zip_loader_maps(src: Path, tmp_path: Path) -> None:
-    """``torch.tensor._rebuild_from_type_v2``, as torch 1.8 wrote it, is found by torch's zip loader alone; in the older
-    format and in plain pickles it has its new name.
+    """``torch.tensor._rebuild_from_type_v2``, as torch 1.8 wrote it, is known only to torch's zip loader. Legacy files
+    and plain pickles contain its new name.
     """
     made = torch.ones(2)
     made.note = "x"  # type: ignore[attr-defined]
@@ -306,13 +316,13 @@ def test_names_that_only_the_zip_loader_maps(src: Path, tmp_path: Path) -> None:
         assert_same(wanted, loaded(tmp_path / name, weights_only=False))
 
 
-# As torch of long ago and Python 2 wrote it
+# Files as old versions of torch and Python 2 wrote them
 
 
 def both(data: bytes, tmp_path: Path, **options: Any) -> list[Any]:
-    """What torch loads, with `options`, of what `data` becomes as a zip and in the format itself.
+    """Return what torch loads, with `options`, after `data` is converted to a zip and to the legacy format.
 
-    `data` stays in ``old.pt``.
+    The file ``old.pt`` contains `data`.
     """
     src, new, again = tmp_path / "old.pt", tmp_path / "new.pt", tmp_path / "again.pt"
     src.write_bytes(data)
@@ -322,24 +332,24 @@ def both(data: bytes, tmp_path: Path, **options: Any) -> list[Any]:
 
 
 def storage(key: str = "0", tag: str = "cpu", part: Any = None) -> Any:
-    """A reference to a storage of six numbers, or to a part of it."""
+    """Return a reference to a storage of six numbers, or to a `part` of it."""
     return storage_id(torch.FloatStorage, key, tag, 6, part)
 
 
 def with_storages(obj: Any, *keys: str, **options: Any) -> bytes:
-    """A file with `obj` and storages of six numbers in it."""
+    """Return a file with `obj` and, for each of `keys`, a storage of six numbers."""
     return legacy_file(obj, dict.fromkeys(keys, (6, FLOATS)), **options)
 
 
 def rebuilt(storage: Any, offset: int, *size: int) -> Reduced:
-    """A contiguous tensor as ``_rebuild_tensor`` makes it: no ``requires_grad``, no hooks."""
+    """Return a contiguous tensor in the form of ``_rebuild_tensor``: without ``requires_grad`` and without hooks."""
     stride = tuple(int(torch.tensor(size[i + 1 :]).prod()) for i in range(len(size)))
     return Reduced(torch._utils._rebuild_tensor, (storage, offset, size, stride))
 
 
 def test_python_2(tmp_path: Path) -> None:
-    """An OrderedDict made of pairs, texts as STRING and SHORT_BINSTRING, ids with such words: read with names, written
-    so that the safe loader takes it, named as any other.
+    """A file from Python 2, with an OrderedDict made of pairs and with texts as STRING and SHORT_BINSTRING, is read
+    with its names. The safe loader reads the output, and its tensors can be renamed.
     """
     weight = rebuilt(storage("94057", "cuda:0"), 0, 2, 3)
     pairs = [["module.conv.weight", weight], ["module.a name longer than twenty letters", weight]]
@@ -357,16 +367,20 @@ def test_python_2(tmp_path: Path) -> None:
     assert found["conv.weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_pairs_that_somebody_else_has_stay(tmp_path: Path) -> None:
-    """The list that an OrderedDict is made of is kept as it is where the checkpoint holds it as well."""
+def test_shared_pairs_are_kept(tmp_path: Path) -> None:
+    """The list of pairs that an OrderedDict is made of is kept unchanged if the checkpoint also refers to it
+    elsewhere.
+    """
     pairs = [["a", 1], ["b", 2]]
     for found in both(legacy_file([Reduced(OrderedDict, (pairs,)), pairs, pairs[0]], {}), tmp_path):
         assert found == [OrderedDict(pairs), pairs, pairs[0]]
         assert found[1][0] is found[2]
 
 
-def test_texts_of_python_2_that_are_no_names_stay(tmp_path: Path) -> None:
-    """A value that was a ``str`` of Python 2 can be bytes, which only its reader knows: it is decoded by nobody."""
+def test_values_of_python_2_are_not_decoded(tmp_path: Path) -> None:
+    """A ``str`` of Python 2 is not decoded if it is a value. It may be bytes, and only the program that loads it can
+    decide.
+    """
     data = legacy_file({"name": "resnet", "more": ["x"]}, {}, python2=True)
     as_bytes = {"name": b"resnet", "more": [b"x"]}
     assert both(data, tmp_path, weights_only=False, encoding="bytes") == [as_bytes, as_bytes]
@@ -376,8 +390,8 @@ def test_texts_of_python_2_that_are_no_names_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cls", [torch.FloatTensor, "cuda"])
 def test_tensors_as_class_and_state(cls: Any, src: Path, dst: Path) -> None:
-    """``torch.FloatTensor()`` and its state is a tensor; of ``torch.cuda.FloatTensor`` no
-    CUDA is needed once it is on the CPU.
+    """A call of ``torch.FloatTensor()`` with a state is read as a tensor. A ``torch.cuda.FloatTensor`` needs no CUDA
+    after it is moved to the CPU.
     """
     state = storage("1", "cuda:0" if cls == "cuda" else "cpu"), 2, (2, 2), (2, 1)
     data = with_storages({"w": Reduced(torch.FloatTensor, (), state)}, "1")
@@ -397,10 +411,10 @@ def test_tensors_as_class_and_state(cls: Any, src: Path, dst: Path) -> None:
 
 
 def old_parameters(style: str) -> dict[str, Any]:
-    """Parameters as torch wrote them once.
+    """Return parameters as old versions of torch wrote them.
 
-    "state" is a state of (requires_grad, volatile, hooks); "arguments" is ``Parameter(tensor, requires_grad)``, as
-    torch 0.4 wrote it.
+    The `style` "state" is a state of (requires_grad, volatile, hooks). The `style` "arguments" is ``Parameter(tensor,
+    requires_grad)``, as torch 0.4 wrote it.
     """
     tensors = {name: rebuilt(storage(name), 0, 6) for name in ("grad", "frozen", "default")}
     if style == "state":
@@ -418,7 +432,7 @@ def old_parameters(style: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("style", ["state", "arguments"])
 def test_old_parameters(style: str, tmp_path: Path) -> None:
-    """They are parameters, frozen or not, as torch reads them."""
+    """Old parameters are read as parameters, frozen or not, as torch reads them."""
     made = old_parameters(style)
     kept = both(with_storages(made, *made), tmp_path)
     wanted = torch.load(tmp_path / "old.pt")
@@ -431,20 +445,22 @@ def test_old_parameters(style: str, tmp_path: Path) -> None:
 
 
 def test_parts_of_storages(tmp_path: Path) -> None:
-    """Tensors on parts of one storage share its bytes as before; torch reads the same values, each at its place."""
+    """Tensors on parts of one storage still share its bytes after the conversion. Their values are those that torch
+    reads.
+    """
     made = [rebuilt(storage("root", part=part), 1, 3) for part in (("v1", 0, 4), ("v2", 2, 4))]
     kept = both(with_storages([*made, rebuilt(storage("root"), 0, 6)], "root"), tmp_path)
     wanted = [[1, 2, 3], [3, 4, 5], [0, 1, 2, 3, 4, 5]]
     for found in (torch.load(tmp_path / "old.pt"), *kept):
         assert [t.tolist() for t in found] == wanted
     for found in kept:
-        found[2][3] = 7  # the fourth element, which all three show
+        found[2][3] = 7  # the fourth element, which all three tensors contain
         assert [t.tolist() for t in found[:2]] == [[1, 2, 7], [7, 4, 5]]
 
 
 def test_parts_of_storages_alone(tmp_path: Path) -> None:
-    """A part of a storage that is used without a tensor gets bytes of its own, which is said where the whole is there
-    as well.
+    """A part of a storage that no tensor uses becomes a storage of its own. If the complete storage is also used, a
+    note reports this.
     """
     part = storage("root", part=("part", 2, 3))
     for found in both(with_storages(part, "root"), tmp_path, weights_only=False):
@@ -456,7 +472,9 @@ def test_parts_of_storages_alone(tmp_path: Path) -> None:
 
 
 def test_parts_of_storages_alone_share_no_bytes_any_more(src: Path, dst: Path) -> None:
-    """``load`` warns of that, and ``diff`` says that it does not look at it; of parts under tensors nothing is lost."""
+    """``load``, ``diff`` and ``verify`` report that parts of storages without tensors no longer share bytes with the
+    complete storage. Parts that tensors use lose nothing, and nothing is reported.
+    """
     part = storage("root", part=("part", 2, 3))
     src.write_bytes(with_storages([part, rebuilt(storage("root"), 0, 6)], "root"))
     ours = torch.load(src, weights_only=False)
@@ -477,14 +495,16 @@ def test_parts_of_storages_alone_share_no_bytes_any_more(src: Path, dst: Path) -
 
 
 def test_a_tensor_must_stay_in_its_part(src: Path) -> None:
-    """A tensor that reaches outside of its part, though not of the whole storage, is refused, as torch refuses it."""
+    """A tensor that exceeds its part of a storage is refused, even if it fits into the complete storage. torch refuses
+    it too.
+    """
     src.write_bytes(with_storages(rebuilt(storage("root", part=("v", 0, 2)), 0, 4), "root"))
     assert refusal(lambda: torch.load(src, weights_only=True))
     unreadable(src, MalformedError, "outside its part")
 
 
 class Net(nn.Module):
-    """A module whose class the file names with its source text."""
+    """A module whose class the file names, together with the source text of the class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -493,8 +513,8 @@ class Net(nn.Module):
 
 
 def test_modules_with_their_source(tmp_path: Path) -> None:
-    """A whole module keeps the source text of its classes in the format itself; a zip
-    has no place for it, which is said.
+    """A module keeps the source text of its classes in the legacy format. A zip has no place for it, so the report
+    lists it as left behind.
     """
     src, there, back = tmp_path / "src.pt", tmp_path / "there.pt", tmp_path / "back.pt"
     model = Net()
@@ -514,11 +534,11 @@ def test_modules_with_their_source(tmp_path: Path) -> None:
         assert_same(model.state_dict(), found.state_dict())
 
 
-# Hostile
+# Hostile files
 
 
 def parts_of(tensor_count: int = 2) -> tuple[bytes, bytes]:
-    """A file of some tensors: all before the list of keys, and the list of keys with the data."""
+    """Return a file with `tensor_count` tensors in two pieces: the bytes before the list of keys, and the rest."""
     keys = [str(i) for i in range(tensor_count)]
     whole = with_storages([rebuilt(storage(key), 0, 6) for key in keys], *keys)
     tail = keys_and_data(dict.fromkeys(keys, (6, FLOATS)))
@@ -527,14 +547,16 @@ def parts_of(tensor_count: int = 2) -> tuple[bytes, bytes]:
 
 
 def with_id(*parts: Any) -> bytes:
-    """A file with one storage, whose persistent id has `parts`."""
+    """Return a file with one storage whose persistent id has these `parts`."""
     other = storage()
     other.parts = parts
     return with_storages([other], "0")
 
 
 def as_a_tar_archive(data: bytes) -> bytes:
-    """A tar archive that begins as `data` does: torch looks for a tar archive first, so it can be read in two ways."""
+    """Return a tar archive that begins like `data`. torch checks for a tar archive first, so the file can be read in
+    two ways.
+    """
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
         tar.addfile(tarfile.TarInfo("x"))
@@ -555,17 +577,18 @@ FOREIGN = {**STORAGES, "2": (6, FLOATS)}
 HUGE = {"0": (1 << 40, FLOATS)}
 DATA = struct.pack("<q", 6) + FLOATS
 
-#: Files that are refused, and why.
+#: Files that are refused, and the reason in the error.
 BAD: dict[str, tuple[bytes, str]] = {
     "the last byte is missing": (WHOLE[:-1], "1 of"),
-    # with an empty list of keys torch hands out whatever memory holds
+    # with an empty list of keys, torch returns arbitrary memory
     "no keys": (HEAD + pickle.dumps([], 2), "list of keys"),
     "a missing key": (HEAD + keys_and_data({"0": (6, FLOATS)}), "1 missing"),
     "a key of nothing": (HEAD + keys_and_data(FOREIGN), "1 unused"),
     "a key twice": (HEAD + pickle.dumps(["0", "0", "1"], 2) + 3 * DATA, "distinct strings"),
     "keys that are not a list": (HEAD + pickle.dumps({"0": 1}, 2), "distinct strings"),
     "keys that are no texts": (HEAD + pickle.dumps([0, 1], 2), "distinct strings"),
-    # the number before a storage's bytes must be the id's; nothing is allocated for 2**40 elements
+    # The number before the bytes of a storage must be that of the persistent id. Nothing is allocated for 2**40
+    # elements.
     **{
         f"{numel} elements in the data": (ONE + keys_and_data({"0": (numel, FLOATS)}), "different size")
         for numel in (5, 7, -1, 1 << 40, -(1 << 63))
@@ -577,7 +600,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "-1 elements": (legacy_file([storage_id(torch.FloatStorage, "0", "cpu", -1)], {"0": (-1, b"")}), "wrong types"),
     "a byte behind the end": (WHOLE + b"\0", "after the last storage"),
     "a checkpoint behind the end": (WHOLE + WHOLE, "several checkpoints"),
-    # torch unpickles the small pickles around the object as well: a call there is not dropped in silence
+    # torch also unpickles the small pickles before and after the object, so a call in them is not ignored
     "a call in the system's information": (
         legacy_file([], {}, sys_info=Reduced(print, ("pwned",))),
         "contain code",
@@ -607,7 +630,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         with_storages([storage()], "0").replace(object_pickle([storage()]), object_pickle([storage()])[:-2] + b")Ra."),
         "called",
     ),
-    # torch takes the first for all
+    # torch uses the first class for all references
     "a storage of two classes": (
         with_storages([storage_id(cls, "0", "cpu", 6) for cls in (torch.FloatStorage, torch.IntStorage)], "0"),
         "two ways",
@@ -616,7 +639,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         with_storages([rebuilt(storage("root", part=("v", at, 4)), 0, 2) for at in (0, 2)], "root"),
         "two ways",
     ),
-    # torch has one table for both, and would take the one for the other
+    # torch keeps storages and parts in one table, and would confuse the two
     **{
         f"a part with the key of {whose} storage": (
             with_storages(
@@ -637,21 +660,25 @@ BAD: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_files_are_refused(kind: str, src: Path, dst: Path) -> None:
-    """Each with its reason, and nothing is written."""
+    """An invalid or dangerous file is refused with the reason."""
     data, said = BAD[kind]
     src.write_bytes(data)
     refused(CkptconvError, said, src, dst)
 
 
 def test_truncated_anywhere(src: Path, dst: Path) -> None:
-    """Cut short at any byte, the file is said to be, or to be no checkpoint at all."""
+    """A file that is truncated at any byte is refused. After the first 40 bytes, the error says that it is
+    truncated.
+    """
     for length in range(len(WHOLE)):
         src.write_bytes(WHOLE[:length])
         refused(CkptconvError, "truncated" if length > 40 else None, src, dst)
 
 
 def test_a_big_endian_machine_is_a_note(src: Path, dst: Path) -> None:
-    """torch never wrote other than little-endian data."""
+    """A file that claims to be from a big-endian machine is converted with a note. torch only ever wrote little-endian
+    data.
+    """
     made = {"w": rebuilt(storage(), 0, 6)}
     src.write_bytes(with_storages(made, "0", sys_info={**SYS_INFO, "little_endian": False}))
     report = ckptconv.convert(src, dst)
@@ -660,8 +687,8 @@ def test_a_big_endian_machine_is_a_note(src: Path, dst: Path) -> None:
 
 
 def test_ids_as_texts(src: Path, dst: Path) -> None:
-    """What protocol 0 makes of a persistent id is read where it names a storage, though
-    torch cannot; anything else is refused.
+    """A persistent id that protocol 0 stores as text is read if it describes a storage, although torch cannot read it.
+    Any other text is refused.
     """
     made = [torch.arange(3), torch.ones(2, dtype=torch.uint16)]
     legacy(made, src, pickle_protocol=0)
@@ -677,7 +704,7 @@ def test_ids_as_texts(src: Path, dst: Path) -> None:
 
 
 def test_long_ids_as_texts_cost_nothing(src: Path) -> None:
-    """A persistent id of megabytes is looked at as a text; nothing is made of it."""
+    """A persistent id of several megabytes of text is refused without building objects from it."""
     text = b"('storage', <class 'torch.FloatStorage'>, " + b"1," * 1_000_000 + b")"
     head = b"".join(pickle.dumps(value, 0) for value in (MAGIC, 1001, {}))
     src.write_bytes(head + b"P" + text + b"\n." + pickle.dumps([], 0))

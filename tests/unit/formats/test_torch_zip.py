@@ -1,6 +1,4 @@
-"""torch's zip format, read and written: what real and hostile archives become, and where
-every byte of the output comes from.
-"""
+"""Reading and writing torch's zip format: real and hostile archives, and the source of every byte of the output."""
 
 from __future__ import annotations
 
@@ -45,19 +43,19 @@ from tests.support.writers import calculated_offsets
 METHODS = {"stored": zipfile.ZIP_STORED, "deflated": zipfile.ZIP_DEFLATED}
 LAYOUT_RECORDS = {".format_version", ".storage_alignment", ".data/serialization_id"}
 OBJECT = {"a": torch.arange(5.0), "b": torch.arange(7, dtype=torch.uint8), "note": "x"}
-#: A checkpoint of one tensor of four numbers, in an archive of Python's own writer.
+#: The pickle of a checkpoint with one tensor of four numbers.
 FOUR_FLOATS = pickle_of(tensor(storage()))
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    """Where tests write archives to."""
+    """Return the path for the archives that tests write."""
     return tmp_path / "made.pt"
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A file of torch's own."""
+    """Return a file that torch has saved."""
     return saved_at(tmp_path / "saved.pt", OBJECT)
 
 
@@ -68,7 +66,7 @@ def convert(path: Path, **options: object) -> Path:
 
 
 def assert_sound(path: Path) -> None:
-    """Checksums right, storages aligned as torch finds them, no layout record, and every way to load agrees."""
+    """Check the output at `path`: its checksums, the alignment of its storages, and that all ways to load it agree."""
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
         assert all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
@@ -83,7 +81,7 @@ def assert_sound(path: Path) -> None:
 
 
 def with_crc(data: bytes, crc: int, *names: str) -> bytes:
-    """`data` with another checksum of the records `names`."""
+    """Return `data` with the checksum `crc` for the records `names`."""
     for name in names:
         data = in_headers(data, f"made/{name}", {"crc": crc})
     return data
@@ -93,7 +91,7 @@ def with_crc(data: bytes, crc: int, *names: str) -> bytes:
 
 
 def test_a_real_file_is_read_and_retagged(saved: Path) -> None:
-    """torch 2.13's own: tensors as they were, tags as asked."""
+    """A file saved by torch is read with its tensors, without notes. The output has the requested tags."""
     checkpoint = read(saved)
     assert [(info.path, info.dtype, info.shape) for info in checkpoint.tensors.values()] == [
         ("a", "float32", (5,)),
@@ -109,7 +107,9 @@ def test_a_real_file_is_read_and_retagged(saved: Path) -> None:
 
 @pytest.mark.parametrize("stem", ["my model", "epoch=3.val=0.1", "ünï", "a" * 200])
 def test_the_roots_name_is_kept(tmp_path: Path, stem: str) -> None:
-    """Spaces, dots, other letters: the folder in the output is that of the source, whatever the output's name."""
+    """The name of the archive's root folder is kept, also with spaces, dots and non-ASCII letters. The name of the
+    output file does not matter.
+    """
     path = saved_at(tmp_path / f"{stem}.pt", OBJECT)
     out = convert(path)
     with zipfile.ZipFile(path) as before, zipfile.ZipFile(out) as after:
@@ -120,9 +120,9 @@ def test_the_roots_name_is_kept(tmp_path: Path, stem: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_what_another_zip_tool_wrote_comes_out_aligned(saved: Path, method: int) -> None:
-    """Unaligned or deflated, without descriptors: stored and aligned to 64 bytes in the output. What describes
-    torch's layout goes; a record that nobody knows stays, byte for byte, without being looked at.
+def test_records_of_other_zip_tools_are_aligned(saved: Path, method: int) -> None:
+    """Records that another zip tool wrote, unaligned or deflated, are stored and aligned to 64 bytes in the output. The
+    records that describe torch's layout are removed. Unknown records are copied byte for byte.
     """
     before = records_of(saved)
     assert set(before) >= LAYOUT_RECORDS
@@ -135,12 +135,14 @@ def test_what_another_zip_tool_wrote_comes_out_aligned(saved: Path, method: int)
     assert after == {name: data for name, data in before.items() if name not in LAYOUT_RECORDS} | unknown
 
 
-# Where the bytes come from
+# The source of the bytes
 
 
 @pytest.mark.parametrize("devices", ["cuda:1", "cpu", "privateuseone:7"])
 def test_the_tail_is_one_range_shifted_by_whole_blocks(made: Path, devices: str) -> None:
-    """Header and pickle, one range of the source up to the last record that stays, and the directory: nothing else."""
+    """The output consists of a new header and pickle, one range of the source up to the last record that is kept, and a
+    new directory. The range is shifted by a multiple of 4096 bytes.
+    """
     torch.save({f"w{i}": torch.full((100 * i,), float(i)) for i in range(30)}, made)
     with Source(made) as source:
         file = make_plan(opening.read(source), made.with_name("out.pt"), Edits(devices=to_devices(devices))).files[0]
@@ -153,7 +155,7 @@ def test_the_tail_is_one_range_shifted_by_whole_blocks(made: Path, devices: str)
 
 
 def test_the_output_depends_on_the_input_alone(saved: Path) -> None:
-    """Two runs in processes with other hash seeds, and one here, write the same bytes; none of them needs torch."""
+    """Processes with other hash seeds, and without torch, write the same bytes."""
     here = convert(saved, map_location="cuda:1").read_bytes()
     for seed in ("0", "4711"):
         out = saved.with_name(f"{seed}.pt")
@@ -166,7 +168,9 @@ def test_the_output_depends_on_the_input_alone(saved: Path) -> None:
 
 
 def test_a_file_without_checksums_stays_without(made: Path) -> None:
-    """torch can be told to leave them out: read with a note, and written with zeros everywhere, the pickle's too."""
+    """A file that torch wrote without checksums is read with a note. Every checksum of the output is zero, also that of
+    the new pickle.
+    """
     with without_crc32():
         torch.save(OBJECT, made)
     assert any("no checksums" in note for note in read(made).notes)
@@ -177,14 +181,16 @@ def test_a_file_without_checksums_stays_without(made: Path) -> None:
 
 
 def test_deflated_records_without_checksums_are_read(made: Path) -> None:
-    """All zero: nothing to check against."""
+    """Deflated records whose checksums are all zero are read without a check."""
     deflated = torch_zip_of(FOUR_FLOATS, method=zipfile.ZIP_DEFLATED)
     made.write_bytes(with_crc(deflated, 0, "data.pkl", "version", "data/0"))
     assert_same(torch.load(convert(made)), torch.load(made))
 
 
 def test_a_wrong_checksum_of_a_storage_is_carried_over(made: Path) -> None:
-    """Its bytes are not read: the fault is as visible in the output as it was in the source."""
+    """The bytes of a storage are not read, so its wrong checksum is copied. The output shows the fault as the source
+    does.
+    """
     made.write_bytes(with_crc(torch_zip_of(FOUR_FLOATS), 1, "data/0"))
     assert zipfile.ZipFile(convert(made)).testzip() == "made/data/0"
 
@@ -193,14 +199,14 @@ def test_a_wrong_checksum_of_a_storage_is_carried_over(made: Path) -> None:
 
 
 def test_a_pickle_that_inflates_more_than_a_hundredfold_is_a_limit(made: Path) -> None:
-    """A bomb: said from the directory alone."""
+    """A pickle that inflates more than a hundredfold is refused without inflating it."""
     made.write_bytes(torch_zip_of(pickle_of(text("a" * 20_000_000)), method=zipfile.ZIP_DEFLATED))
     with memory_below(1 << 20):
         unreadable(made, LimitError, "too large")
 
 
 def test_zeros_in_a_storage_may_deflate_a_thousandfold(made: Path) -> None:
-    """Deflate's own ratio is no attack where the size is the declared one."""
+    """A storage of zeros may inflate a thousandfold, because its size is the declared one."""
     made.write_bytes(rezipped(saved_bytes(torch.zeros(1 << 20)), method=zipfile.ZIP_DEFLATED))
     loaded = torch.load(convert(made))
     assert loaded.shape == (1 << 20,)
@@ -208,19 +214,19 @@ def test_zeros_in_a_storage_may_deflate_a_thousandfold(made: Path) -> None:
 
 
 def test_a_storage_that_inflates_to_the_size_that_its_headers_promise_is_sound(made: Path) -> None:
-    """Which is the one of the pickle."""
+    """A storage is valid if it inflates to the size in its headers and in the pickle."""
     made.write_bytes(deflated_storage(16))
     assert torch.load(convert(made))[0].shape == (4,)
 
 
 def deflated_storage(size: int) -> bytes:
-    """A checkpoint whose storage inflates to `size` bytes, though the headers promise 16, as the pickle does."""
+    """Return a checkpoint whose storage inflates to `size` bytes. Its headers and its pickle declare 16 bytes."""
     data = torch_zip_of(FOUR_FLOATS, {"data/0": b"\1" * (size - 1) + b"\2"}, method=zipfile.ZIP_DEFLATED)
     return in_headers(data, "made/data/0", {"size": 16})
 
 
 def without_an_end(name: str) -> bytes:
-    """A checkpoint in which the deflate stream of the record `name` has all the bytes, but says that more come."""
+    """Return a checkpoint in which the deflate stream of the record `name` contains all bytes but no last block."""
     records = {"data.pkl": FOUR_FLOATS, "data/0": bytes(range(16))}
     plain = records[name]
     deflater = zlib.compressobj(wbits=-15)
@@ -232,13 +238,13 @@ def without_an_end(name: str) -> bytes:
 
 
 def with_damaged_stream(name: str) -> bytes:
-    """A checkpoint in which the deflate stream of the record `name` begins with a block of no type."""
+    """Return a checkpoint in which the deflate stream of the record `name` begins with a block of an invalid type."""
     data = torch_zip_of(FOUR_FLOATS, method=zipfile.ZIP_DEFLATED)
     at = data_of(data, f"made/{name}")
     return patched(data, at, "<B", data[at] | 0b111)
 
 
-#: What is seen before an output appears: the archive, and what the error says.
+#: Archives that are refused before an output appears, and a part of the error.
 BAD_STREAMS = {
     **{f"a storage of {size} bytes for 16": (deflated_storage(size), "another size") for size in (1, 18, 1 << 20)},
     **{f"{name} without its end": (without_an_end(name), "compressed record") for name in ("data.pkl", "data/0")},
@@ -248,7 +254,7 @@ BAD_STREAMS = {
 
 @pytest.mark.parametrize("kind", BAD_STREAMS)
 def test_bad_deflate_streams(made: Path, kind: str) -> None:
-    """Of the pickle and of a storage: no output appears."""
+    """An invalid deflate stream of the pickle or of a storage is refused before an output appears."""
     data, what = BAD_STREAMS[kind]
     made.write_bytes(data)
     refused(MalformedError, what, made, made.with_name("out.pt"))
@@ -258,7 +264,7 @@ def test_bad_deflate_streams(made: Path, kind: str) -> None:
 
 
 def test_big_endian_is_kept(saved: Path) -> None:
-    """The record goes through, so torch swaps in the output what it swaps in the source."""
+    """The ``byteorder`` record is copied, so torch swaps the bytes of the output as it swaps those of the source."""
     rezip(saved, saved, {"byteorder": b"big"})
     out = convert(saved, map_location="cpu")
     assert records_of(out)["byteorder"] == b"big"
@@ -267,7 +273,7 @@ def test_big_endian_is_kept(saved: Path) -> None:
 
 
 def test_no_byte_order_is_little(saved: Path) -> None:
-    """Files from before torch wrote it."""
+    """A file without a ``byteorder`` record, as older versions of torch wrote it, is read as little-endian."""
     out = convert(rezip(saved, saved, {"byteorder": None}))
     assert "byteorder" not in records_of(out)
     assert_same(torch.load(out), OBJECT)
@@ -276,8 +282,10 @@ def test_no_byte_order_is_little(saved: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"verify": True}, {"format": "safetensors"}, {"format": "legacy"}, {"dtype": "bf16"}], ids=str
 )
-def test_that_no_storage_has_bytes_yet_is_said(tmp_path: Path, options: Any, command: Command) -> None:
-    """By whatever reads a file that ``skip_data`` left to be filled in; nothing is wrong with it."""
+def test_storages_without_bytes_are_reported(tmp_path: Path, options: Any, command: Command) -> None:
+    """A file that ``skip_data`` wrote without the bytes of its storages is reported by ``convert``, ``diff``,
+    ``verify`` and ``load``. It is not an error.
+    """
     path, out = tmp_path / "in.pt", tmp_path / "out"
     with torch.serialization.skip_data():
         torch.save({"a": torch.arange(3.0)}, path)
@@ -293,8 +301,10 @@ def test_that_no_storage_has_bytes_yet_is_said(tmp_path: Path, options: Any, com
 
 
 @pytest.mark.parametrize("options", [{}, {"format": "safetensors"}, {"format": "legacy"}, {"dtype": "bf16"}], ids=str)
-def test_that_little_endian_is_assumed_is_said(tmp_path: Path, options: Any) -> None:
-    """Where numbers are read, or the output says more than the source; else it is left open as it was."""
+def test_assumed_little_endian_is_reported(tmp_path: Path, options: Any) -> None:
+    """A note reports that little-endian is assumed if the conversion reads the numbers or the output format has a fixed
+    byte order. A plain copy leaves the byte order open, without a note.
+    """
     torch.save({"a": torch.arange(3.0)}, tmp_path / "in.pt")
     for said in (b"little", None):
         rezip(tmp_path / "in.pt", tmp_path / "in.pt", {"byteorder": said})
@@ -307,7 +317,9 @@ def test_that_little_endian_is_assumed_is_said(tmp_path: Path, options: Any) -> 
 
 
 def test_a_storage_that_nothing_uses_is_left_out_and_named(made: Path) -> None:
-    """The others get keys from 0 on, in the order of first use, in the pickle and in the archive."""
+    """A storage that nothing uses is left behind and named in the report. The other storages get the keys 0, 1, ... in
+    the order of their first use, in the pickle and in the archive.
+    """
     records = {f"data/{key}": bytes([n]) * 16 for n, key in enumerate(("7", "x", "3", "zz"))}
     used = tensor(storage("3")), tensor(storage("7", tag="cuda:0")), tensor(storage("3"))
     made.write_bytes(torch_zip_of(pickle_of(*used), records))
@@ -324,13 +336,15 @@ def test_a_storage_that_nothing_uses_is_left_out_and_named(made: Path) -> None:
 
 
 def test_keys_stay_where_every_storage_is_used(made: Path) -> None:
-    """No renumbering for its own sake."""
+    """The keys of storages are not changed if every storage is used."""
     made.write_bytes(torch_zip_of(pickle_of(tensor(storage("model w.1"))), {"data/model w.1": bytes(16)}))
     assert "data/model w.1" in records_of(convert(made))
 
 
 def test_planning_twice_gives_the_same_pieces(made: Path) -> None:
-    """The renumbering edits the graph; doing it again changes nothing."""
+    """Planning the same checkpoint twice gives the same pieces, although the first plan renumbers the keys in the
+    graph.
+    """
     made.write_bytes(torch_zip_of(pickle_of(tensor(storage("5"))), {"data/5": bytes(16), "data/6": b""}))
     with Source(made) as source:
         checkpoint = opening.read(source)
@@ -340,18 +354,18 @@ def test_planning_twice_gives_the_same_pieces(made: Path) -> None:
 
 
 def of_torch(change: dict[str, bytes | None], method: int = zipfile.ZIP_STORED) -> bytes:
-    """torch's own file with other records."""
+    """Return a file saved by torch with the records in `change` replaced."""
     return rezipped(saved_bytes(OBJECT), change, method=method)
 
 
 def torch_zip(*values: bytes) -> bytes:
-    """A checkpoint of `values`, and a record for the storage 0."""
+    """Return a checkpoint of `values` with a record for the storage 0."""
     return torch_zip_of(pickle_of(*values))
 
 
-#: Archives that are refused, and what the error says.
+#: Archives that are refused, and a part of the error.
 MALFORMED: dict[str, tuple[bytes, str]] = {
-    # of what is read; a zero among others is wrong as well
+    # for records that are read; a zero is also wrong if other checksums are not zero
     **{
         f"the checksum of {name} is {crc}, {how}": (
             with_crc(
@@ -363,15 +377,15 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         for name in ("data.pkl", "byteorder", "version")
         for crc in (0, 1)
     },
-    # neither of the two, letter by letter
+    # must be exactly one of the two words
     **{
         f"the byte order {order!r}, {how}": (of_torch({"byteorder": order}, method), "byte order is unknown")
         for how, method in METHODS.items()
         for order in (b"", b"Little", b"little\n", b"middle")
     },
-    # it is not even read
+    # refused before it is read
     **{f"a long {name}": (of_torch({name: b"3" * 65}), "too long") for name in ("byteorder", "version")},
-    # torch would read it as its own; here it would be an unknown record, passed through
+    # torch would read these as its own records, while ckptconv would copy them as unknown ones
     **{
         f"a record named {name}": (
             torch_zip_of(FOUR_FLOATS, {name: b"1"} if name == "Data/0" else {"data/0": bytes(16), name: b"1"}),
@@ -387,7 +401,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
             ".data/SERIALIZATION_ID",
         )
     },
-    # nothing is normalised, and nothing outside ``data/`` can be named
+    # keys are not normalized, and no key can name a record outside ``data/``
     **{
         f"no record for the key {key!r}": (torch_zip(tensor(storage(key))), "no such storage")
         for key in ("1", "00", "", "../0", "../../etc", "../data.pkl", "./0", "data/0", "0\0", "\udc80")
@@ -397,7 +411,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         torch_zip(tensor(storage("ä" * 40_000))),
         "persistent id has parts of wrong types",
     ),
-    # shorter or longer than the elements that the pickle claims
+    # shorter or longer than the elements in the pickle need
     **{
         f"a record of {size} bytes for 16": (torch_zip_of(FOUR_FLOATS, {"data/0": bytes(size)}), "a different size")
         for size in (0, 15, 17, 1000)
@@ -405,7 +419,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "one key of two sizes": (torch_zip(storage(), storage(numel=integer(3))), "described in two ways"),
     "one key with two tags": (torch_zip(storage(), storage(tag="cuda:0")), "described in two ways"),
     "one key under two classes": (torch_zip(storage(), storage(cls="DoubleStorage")), "described in two ways"),
-    # nothing is converted and nothing allocated
+    # nothing is converted, and nothing is allocated
     **{
         f"so many elements: {kind}": (torch_zip(storage(numel=numel)), "wrong types")
         for kind, numel in {
@@ -418,7 +432,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
             "text": text("4"),
         }.items()
     },
-    # not five parts, or no storage class
+    # not five parts, or not a storage class
     **{
         f"a persistent id: {kind}": (torch_zip(id_ + b"Q"), "persistent id")
         for kind, id_ in {
@@ -429,7 +443,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
             "unknown class": storage(cls="Nothing")[:-1],
         }.items()
     },
-    # sizes, strides and offsets that reach beyond the four elements, are negative, or overflow 64 bits
+    # sizes, strides and offsets that exceed the four elements, are negative, or overflow 64 bits
     **{
         f"a tensor of {shape}, {stride}, {offset}": (
             torch_zip(tensor(storage(), shape, stride, offset)),
@@ -450,7 +464,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
             ((), (), 4),
         )
     },
-    # torch ignores what follows STOP
+    # torch ignores everything after STOP
     **{
         f"{tail!r} behind the pickle, {how}": (
             torch_zip_of(pickle_of() + tail, method=method),
@@ -464,29 +478,31 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("kind", MALFORMED)
 def test_malformed_checkpoints(made: Path, kind: str) -> None:
-    """Each in one typed error that says what is wrong."""
+    """A malformed checkpoint is refused with a MalformedError that describes the fault."""
     data, what = MALFORMED[kind]
     made.write_bytes(data)
     unreadable(made, MalformedError, what)
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_what_the_malformed_ones_are_made_of_is_sound(made: Path, method: int) -> None:
-    """With the checksums that Python's writer gave them."""
+def test_bases_of_malformed_checkpoints_are_valid(made: Path, method: int) -> None:
+    """The archives from which the malformed checkpoints are made are valid before they are changed."""
     records = {"data/0": bytes(16), "byteorder": b"little"}
     made.write_bytes(torch_zip_of(FOUR_FLOATS, records, method=method))
     assert len(read(made).tensors) == 1
 
 
 def test_a_key_that_nearly_matches_is_malformed(made: Path) -> None:
-    """torch finds the record of another case."""
+    """A key that differs from its record only in case is refused, although torch finds the record."""
     made.write_bytes(torch_zip_of(pickle_of(tensor(storage("Weight"))), {"data/weight": bytes(16)}))
     assert torch.load(made)[0].shape == (4,)
     unreadable(made, MalformedError, "no such storage")
 
 
 def test_one_key_under_two_classes_is_malformed(made: Path) -> None:
-    """torch writes no such file. Before 2.15 it reads the second reference as the class of the first: two readings."""
+    """A storage that is used with two classes is refused. torch does not write such a file. Before 2.15 it reads both
+    references with the class of the first, so the file has two readings.
+    """
     x = torch.ones(4)
     with pytest.raises(RuntimeError, match="different types"):
         torch.save([x, x.view(torch.int32)], io.BytesIO())
@@ -512,7 +528,9 @@ def test_one_key_under_two_classes_is_malformed(made: Path) -> None:
 def test_a_tensor_within_its_storage_is_read(
     made: Path, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> None:
-    """Up to the last element, none, or one element many times, in up to 64 dimensions; torch agrees."""
+    """A tensor that fits into its storage is read with the shape, stride and offset that torch finds. It may end at the
+    last element, be empty, repeat elements, or have 64 dimensions.
+    """
     made.write_bytes(torch_zip(tensor(storage(), shape, stride, offset)))
     (info,) = read(made).tensors.values()
     (theirs,) = loaded(made)
@@ -521,13 +539,15 @@ def test_a_tensor_within_its_storage_is_read(
 
 @pytest.mark.parametrize("rank", [65, 10_000])
 def test_more_than_64_dimensions_are_a_limit(made: Path, rank: int) -> None:
-    """torch's own bound."""
+    """A tensor with more than 64 dimensions is refused, because torch has the same limit."""
     made.write_bytes(torch_zip(tensor(storage(), (1,) * rank, (1,) * rank)))
     unreadable(made, LimitError, "too many dimensions")
 
 
 def test_a_huge_view_of_a_small_storage_is_shown(made: Path) -> None:
-    """4 TiB of stride 0 on 16 bytes: described and converted, never made."""
+    """A tensor of 4 TiB with stride 0 on a storage of 16 bytes is described and converted without allocating its
+    elements.
+    """
     made.write_bytes(torch_zip(tensor(storage(), (1 << 20, 1 << 20), (0, 0))))
     with memory_below(4 << 20):
         (info,) = read(made).tensors.values()
@@ -536,7 +556,7 @@ def test_a_huge_view_of_a_small_storage_is_shown(made: Path) -> None:
     assert convert(made, map_location="cuda:0").stat().st_size < 10_000
 
 
-# What is no checkpoint
+# Archives that are not checkpoints
 
 
 @pytest.mark.parametrize(
@@ -544,6 +564,6 @@ def test_a_huge_view_of_a_small_storage_is_shown(made: Path) -> None:
     [("attributes.pkl", "TorchScript"), ("archive_format", r"\.pt2")],
 )
 def test_programs_are_refused_in_plain_words(made: Path, record: str, match: str) -> None:
-    """What it is, and what loads it."""
+    """A program archive is refused. The error names its kind, and the hint names the function that loads it."""
     made.write_bytes(torch_zip_of(pickle_of(), {record: b"N."}))
     assert "torch." in str(unreadable(made, UnsupportedError, match).hint)

@@ -1,5 +1,7 @@
-"""TorchScript archives: what is in them is listed, their weights can be taken out, nothing else is done to them.
-torch.jit.load is the judge.
+"""TorchScript archives: their contents are listed and their weights can be extracted, but the archives are not
+changed.
+
+The results are compared with those of ``torch.jit.load``.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
 
 class Net(nn.Module):
-    """Everything that a state dict can be asked for, in an order that is not that of the alphabet."""
+    """A module with everything that can be in a state dict, in an order that is not alphabetical."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,11 +82,11 @@ class Net(nn.Module):
         return self.tail(y + self.steps + self.fleeting.sum())
 
 
-Net.__annotations__["sometimes"] = Tensor | None  # torch.jit wants the type itself, not a text
+Net.__annotations__["sometimes"] = Tensor | None  # torch.jit needs the type itself, not a string
 
 
 class OnDevices(nn.Module):
-    """Devices in its code: two that are said, and what ``.cuda()`` becomes."""
+    """A module whose code contains devices: two explicit ones, and the result of ``.cuda()``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ Save = Callable[..., Path]
 
 @pytest.fixture
 def save(tmp_path: Path) -> Save:
-    """A function that scripts a module, or takes one of torch.jit's, and saves it."""
+    """Return a function that scripts a module, or takes a script module, and saves it."""
 
     def write(module: nn.Module, name: str = "m.pt", extra: dict[str, str] | None = None) -> Path:
         script = module if isinstance(module, torch.jit.ScriptModule) else torch.jit.script(module.eval())
@@ -124,7 +126,7 @@ def quantized() -> nn.Module:
         return torch.ao.quantization.quantize_dynamic(module, {nn.Linear})  # type: ignore[no-any-return]
 
 
-#: Modules of every kind that has a state dict.
+#: Modules of each kind with a state dict.
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "scripted": Net,
     "traced": lambda: traced(Net(), torch.ones(1, 3, 5, 5)),
@@ -137,7 +139,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 def state_dict_of(path: Path) -> dict[str, Tensor]:
-    """What torch gives."""
+    """Return the state dict that torch loads from `path`."""
     return torch.jit.load(str(path), map_location="cpu").state_dict()  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -147,7 +149,7 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, Node]:
 
 
 def assert_same_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """The same names in the same order, types, shapes, and values bit for bit."""
+    """Check that two state dicts have the same names in the same order, with equal types, shapes and bytes."""
     assert list(found) == list(wanted)
     for name, tensor in wanted.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
@@ -155,13 +157,13 @@ def assert_same_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> 
         assert torch.equal(left, right), name
 
 
-# Which tensors
+# The selection of tensors
 
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_the_state_dict_is_that_of_torch(save: Save, kind: str) -> None:
-    """Names in torch's order, dtypes and shapes: parameters, buffers (those that are not persistent as well, as torch
-    does it), no other attribute.
+    """The names, their order, the dtypes and the shapes are those of torch's state dict: parameters and buffers, but no
+    other attributes. As in torch, buffers that are not persistent are included.
     """
     path = save(MODULES[kind]())
     wanted = state_dict_of(path)
@@ -173,9 +175,9 @@ def test_the_state_dict_is_that_of_torch(save: Save, kind: str) -> None:
         assert (info.dtype, info.shape, info.stride) == (str(tensor.dtype)[6:], tuple(tensor.shape), tensor.stride())
 
 
-def test_what_the_modules_above_show(save: Save) -> None:
-    """The judge was asked about what matters: a tie, a module that stands twice, a name that is no identifier, an
-    attribute that is no parameter.
+def test_the_example_module_covers_the_special_cases(save: Save) -> None:
+    """The state dict of the example module contains a tie, a shared module, and a name that is not an identifier. It
+    does not contain plain attributes and empty parameters.
     """
     names = list(state_dict_of(save(Net())))
     assert {"again.weight", "blocks.0.weight", "tied.weight", "parts.a-b.bias", "fleeting", "slice"} < set(names)
@@ -185,7 +187,7 @@ def test_what_the_modules_above_show(save: Save) -> None:
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("target", ["out.pt", "out.safetensors"])
 def test_weights_are_taken_out(save: Save, tmp_path: Path, kind: str, target: str) -> None:
-    """What torch.jit.load gives as state dict is what stands in the file, in names, order and values."""
+    """The extracted file contains the state dict from ``torch.jit.load``, with the same names, order and values."""
     path = save(MODULES[kind]())
     report = ckptconv.convert(path, tmp_path / target, state_dict=True)
     assert report.formats[0] == "TorchScript"
@@ -201,7 +203,7 @@ def test_weights_are_taken_out(save: Save, tmp_path: Path, kind: str, target: st
 
 
 def test_edits_apply_to_what_is_taken_out(save: Save, tmp_path: Path) -> None:
-    """--to and --strip-prefix: names and devices of the copy are free."""
+    """``--to`` and ``--strip-prefix`` apply to the extracted weights."""
     path = save(traced(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)))
     assert (
         main(["convert", str(path), str(tmp_path / "o.pt"), "--state-dict", "--to", "cuda", "--strip-prefix", "0"]) == 0
@@ -212,7 +214,9 @@ def test_edits_apply_to_what_is_taken_out(save: Save, tmp_path: Path) -> None:
 
 
 def test_the_copy_is_no_program(save: Save, dst: Path) -> None:
-    """Its records are those of a checkpoint, and torch.load takes it; what was left behind is said, with its bytes."""
+    """The extracted file contains only the records of a checkpoint. The report lists the parts that were left behind,
+    with their sizes.
+    """
     path = save(traced(Net(), torch.ones(1, 3, 5, 5)), extra={"labels.txt": "cat\ndog"})
     report = ckptconv.convert(path, dst, state_dict=True)
     names = {name for name in records_of(dst) if not name.startswith("data/")}
@@ -225,9 +229,7 @@ def test_the_copy_is_no_program(save: Save, dst: Path) -> None:
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_deflated_storages_are_inflated_on_the_way(save: Save, dst: Path, checked: bool) -> None:
-    """A zip that somebody packed again, with checksums and without: data.pkl,
-    constants.pkl and the storages are deflated.
-    """
+    """Weights are extracted from an archive whose records are deflated, with and without checksums."""
     path = save(nn.Linear(100, 100))
     rezip(path, path, method=zipfile.ZIP_DEFLATED)
     if not checked:
@@ -239,7 +241,7 @@ def test_deflated_storages_are_inflated_on_the_way(save: Save, dst: Path, checke
 
 
 def without_checksums(data: bytes) -> bytes:
-    """An archive of Python's zipfile with every checksum zero."""
+    """Return `data`, an archive that Python's zipfile wrote, with every checksum set to zero."""
     whole = bytearray(data)
     for signature, at in ((b"PK\x03\x04", 14), (b"PK\x01\x02", 16)):
         for match in re.finditer(re.escape(signature), data):
@@ -247,14 +249,16 @@ def without_checksums(data: bytes) -> bytes:
     return bytes(whole)
 
 
-# What is refused
+# Refused conversions
 
 
 @pytest.mark.parametrize("flags", [[], ["--to", "cpu"], ["--format", "legacy"], ["--strip-prefix", "x."]])
 def test_the_archive_itself_is_not_changed(
     save: Save, dst: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither copied nor retagged nor put into another container: the reason, and both ways out. Nothing is written."""
+    """A conversion of the archive itself is refused, also if only devices, format or names change. The error gives the
+    reason and both alternatives. Nothing is written.
+    """
     path = save(nn.Linear(2, 2))
     assert main(["convert", str(path), str(dst), *flags]) == 1
     said = capsys.readouterr().err
@@ -264,15 +268,15 @@ def test_the_archive_itself_is_not_changed(
     assert [each.name for each in dst.parent.iterdir()] == ["m.pt"]
 
 
-def test_the_refusal_speaks_python_to_python(save: Save, dst: Path) -> None:
-    """The keyword, not the flag."""
+def test_the_hint_for_python_names_the_keyword(save: Save, dst: Path) -> None:
+    """The hint for callers from Python names the keyword, not the command-line option."""
     refused(RefusedError, "state_dict=True extracts its weights", save(nn.Linear(2, 2)), dst, map_location="cpu")
 
 
 @pytest.mark.parametrize("target", ["o.pt", "o.safetensors"])
 def test_a_frozen_model_has_no_state_dict(save: Save, tmp_path: Path, target: str) -> None:
-    """Its weights are constants without names: inspect says so, and with how many bytes;
-    taking them out is refused for that reason.
+    """The weights of a frozen model are constants without names. ``inspect`` reports this with their size, and
+    extraction is refused for this reason.
     """
     path = save(torch.jit.freeze(torch.jit.script(nn.Linear(30, 10).eval())))
     assert not state_dict_of(path)
@@ -284,7 +288,7 @@ def test_a_frozen_model_has_no_state_dict(save: Save, tmp_path: Path, target: st
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_optimized_for_inference(save: Save) -> None:
-    """What torch gives of it, nothing, is what is found."""
+    """A model optimized for inference has no weights, as in torch."""
     script = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval())
     path = save(torch.jit.optimize_for_inference(script))
     assert not state_dict_of(path)
@@ -293,7 +297,9 @@ def test_a_model_optimized_for_inference(save: Save) -> None:
 
 @pytest.mark.filterwarnings("ignore:Lite Interpreter")
 def test_what_the_lite_interpreter_reads(tmp_path: Path) -> None:
-    """Bytecode beside the code; the weights are where they always are."""
+    """A file for the lite interpreter contains bytecode in addition to the code. Its weights are found and extracted as
+    usual.
+    """
     script = torch.jit.script(nn.Linear(2, 2))
     script._save_for_lite_interpreter(str(tmp_path / "m.ptl"))
     assert list(weights_of(read(tmp_path / "m.ptl"))) == ["weight", "bias"]
@@ -301,12 +307,12 @@ def test_what_the_lite_interpreter_reads(tmp_path: Path) -> None:
     assert "bytecode" in {left.path for left in report.left_behind}
 
 
-# What is said
+# Reports
 
 
 def test_inspect_names_the_format_and_the_devices(save: Save, capsys: pytest.CaptureFixture[str]) -> None:
-    """TorchScript, the tensors with dtype, shape and device, and the devices in the code, how
-    often and where; for programs as well.
+    """``inspect`` reports the format, the tensors with dtype, shape and device, and the devices in the code with their
+    number and first occurrence. The JSON output contains the format and a note about the devices.
     """
     path = save(OnDevices())
     assert main(["inspect", str(path)]) == 0
@@ -325,14 +331,14 @@ def test_inspect_names_the_format_and_the_devices(save: Save, capsys: pytest.Cap
 
 
 def test_no_map_location_changes_the_devices_in_the_code(save: Save) -> None:
-    """As the note says: torch leaves them."""
+    """torch does not change the devices in the code when it loads with ``map_location``, as the note states."""
     loaded = torch.jit.load(str(save(OnDevices())), map_location="cpu")  # type: ignore[no-untyped-call]
     assert loaded.code.count('torch.device("cuda:1")') == 2
     assert "torch.cuda(" in loaded.code
 
 
 def test_the_devices_of_constants_are_named(save: Save) -> None:
-    """The tags in constants.pkl, here of a model that was traced on a GPU."""
+    """A note lists the tags in constants.pkl, here those of a model that was traced on a GPU."""
     path = save(traced(Net(), torch.ones(1, 3, 5, 5)))
     records = records_of(path)
     n = len([name for name in records if name.startswith("constants/")])
@@ -346,12 +352,12 @@ def with_tag(pickle: bytes) -> bytes:
 
 
 def test_a_program_without_devices_says_nothing_of_them(save: Save) -> None:
-    """No note that would say nothing."""
+    """A program without devices in its code has no notes."""
     assert ckptconv.inspect(save(nn.Linear(2, 2))).notes == ()
 
 
 def test_single_tensors_are_read(save: Save) -> None:
-    """ckptconv.open gives what is no parameter as well."""
+    """``ckptconv.open`` loads single tensors of a program, also attributes that are not parameters."""
     module = Net()
     with ckptconv.open(save(module)) as file:
         assert file.format == "TorchScript"
@@ -360,15 +366,15 @@ def test_single_tensors_are_read(save: Save) -> None:
 
 
 def test_torch_is_not_imported(save: Save, dst: Path) -> None:
-    """Neither to look at a program nor to take its weights."""
+    """Inspecting a program and extracting its weights work without torch."""
     path = save(nn.Linear(2, 2))
     for words in (["inspect", path], ["convert", path, dst, "--state-dict"]):
         run_without_torch("from ckptconv.cli.main import main; main(sys.argv[1:])", *words)
 
 
 def test_every_command_of_the_diagnosis_runs(save: Save, here: Path) -> None:
-    """Of an archive with tags of a GPU that is not here, a tie, and a wrapper's prefix: what each command writes is a
-    checkpoint without that finding.
+    """Every command of the diagnosis works for an archive with the tags of an absent GPU, a tie, and a wrapper's
+    prefix. The output of each command no longer has the finding.
     """
     wrapped = nn.ModuleDict({"module": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
     wrapped["module"][1].weight = wrapped["module"][0].weight  # type: ignore[index]
@@ -389,8 +395,8 @@ def test_every_command_of_the_diagnosis_runs(save: Save, here: Path) -> None:
     assert ckptconv.inspect(shlex.split(remedy)[3]).loads_here
 
 
-def test_no_command_where_there_is_nothing_to_take(save: Save) -> None:
-    """A frozen model: torch.load does not take it, and no conversion would help."""
+def test_a_frozen_model_has_no_command(save: Save) -> None:
+    """The finding for a frozen model has no command, because no conversion would help ``torch.load``."""
     found = ckptconv.inspect(save(torch.jit.freeze(torch.jit.script(nn.Linear(2, 2).eval()))))
     assert found.loads_here is False
     assert [finding.command for finding in found.findings] == [None]
@@ -401,7 +407,9 @@ def test_no_command_where_there_is_nothing_to_take(save: Save) -> None:
 
 
 def test_every_archive_of_the_corpus(corpus: Path, dst: Path, safe: Path) -> None:
-    """Those of torch 1.3 to 2.5 give what torch gives, one of torch 1.0 is refused by name, as torch refuses it."""
+    """Archives from torch 1.3 to 2.5 give the same tensors as torch. An archive from torch 1.0 is refused with its
+    version, and torch refuses it too.
+    """
     taken = 0
     for pattern in ("**/silero_vad.jit", "**/foo~ae7b294.pt", "**/dummy.pt", "**/foo4.pt"):
         (path,) = corpus.glob(pattern)
@@ -418,11 +426,11 @@ def test_every_archive_of_the_corpus(corpus: Path, dst: Path, safe: Path) -> Non
         state_dict_of(old)
 
 
-# Hostile ones
+# Hostile archives
 
 
 def lying(path: Path, old: bytes, new: bytes) -> Path:
-    """The program at `path` with `old` in its code replaced by `new`."""
+    """Replace `old` with `new` in the code of the program at `path`, and return `path`."""
     code = {name: data for name, data in records_of(path).items() if name.endswith(".py")}
     assert any(old in data for data in code.values())
     return rezip(path, path, {name: data.replace(old, new) for name, data in code.items()})
@@ -439,27 +447,31 @@ def lying(path: Path, old: bytes, new: bytes) -> Path:
         (b"  __buffers__ = []\n  weight", b'  __buffers__ = ["weight", "bias", ]\n  weight', ["0.weight", "0.bias"]),
         (b'["weight", "bias", ]', b'["\\167eight", "bi\\141s", ]', ["0.weight", "0.bias"]),
         (b'["weight", "bias", ]', b'["weight", "bias"', []),
-        (  # a buffer that can be None is in no state dict, here under a name that is no identifier's
+        (  # a buffer that can be None is not in the state dict, also if its name is not an identifier
             b'["weight", "bias", ]\n  __buffers__ = []\n  weight : Tensor',
             b'["bias", ]\n  __buffers__ = ["weight", ]\n  __annotations__["weight"] = Optional[Tensor]',
             ["0.bias"],
         ),
-        (  # one class's lists are not the next one's
+        (  # the lists of one class do not apply to the next class
             b'class Linear(Module):\n  __parameters__ = ["weight", "bias", ]',
             b'class Pair:\n  __parameters__ = ["bias", ]\nclass Linear(Module):\n  __parameters__ = ["weight", ]',
             ["0.weight"],
         ),
     ],
 )
-def test_lists_that_lie_name_no_more_than_there_is(save: Save, old: bytes, new: bytes, names: list[str]) -> None:
-    """Attributes that are not there or no tensors, classes that are missing or no modules: the rest is found."""
+def test_wrong_lists_name_only_existing_tensors(save: Save, old: bytes, new: bytes, names: list[str]) -> None:
+    """Attributes that are missing or not tensors, and classes that are missing or not modules, are skipped. The other
+    tensors are found.
+    """
     path = lying(save(nn.Sequential(nn.Linear(2, 2))), old, new)
     assert list(weights_of(read(path))) == names
 
 
 @pytest.mark.parametrize("names", [["code/x.py"], ["code/x.py", "code/y.py"]], ids=["one file", "two files"])
 def test_a_bomb_of_code_is_refused_before_it_is_inflated(save: Save, names: list[str]) -> None:
-    """Megabytes of spaces take kilobytes. One file or several, the bound is that of all together."""
+    """Code that inflates from kilobytes to megabytes is refused before it is inflated. The limit is that of all code
+    files together.
+    """
     path = save(nn.Linear(2, 2))
     spaces = b" " * (LIMITS.script_bytes // len(names) + 1)
     rezip(path, path, dict.fromkeys(names, spaces), method=zipfile.ZIP_DEFLATED)
@@ -471,7 +483,9 @@ def test_a_bomb_of_code_is_refused_before_it_is_inflated(save: Save, names: list
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("record", [r"code/.*\.py$", r"constants\.pkl$"])
 def test_damage_is_found(save: Save, method: int, record: str) -> None:
-    """In the code and in the constants, stored and deflated: each record has its checksum."""
+    """A flipped bit in the code or in the constants is found, stored or deflated, because each record has a
+    checksum.
+    """
     path = save(traced(Net(), torch.ones(1, 3, 5, 5)))
     archive = read(rezip(path, path, method=method)).container
     assert isinstance(archive, Archive)
@@ -482,7 +496,7 @@ def test_damage_is_found(save: Save, method: int, record: str) -> None:
 
 @pytest.mark.parametrize("name", ["code/__torch__.py", "constants.pkl", "data.pkl"])
 def test_any_cut_of_a_record_ends_in_a_typed_error_or_in_less(save: Save, tmp_path: Path, name: str) -> None:
-    """Records of every length, in an archive that is sound otherwise."""
+    """An archive with a truncated record is refused or gives no more tensors than before. Other errors do not occur."""
     path = save(traced(Net(), torch.ones(1, 3, 5, 5)))
     records = records_of(path)
     record = next(each for each in records if each.startswith(name.removesuffix(".py")))
@@ -495,7 +509,7 @@ def test_any_cut_of_a_record_ends_in_a_typed_error_or_in_less(save: Save, tmp_pa
 
 
 def module(cls: str, **attributes: Any) -> Call:
-    """An object of `cls` with `attributes`, as a pickle makes it."""
+    """Return an object of the class `cls` with `attributes`, in the form of a pickle."""
     call = Call("NEWOBJ", Global("__torch__", cls), Tuple([]))
     state = Dict()
     state.add(Effect("SETITEMS", [each for pair in attributes.items() for each in pair], None))
@@ -507,11 +521,11 @@ CLASSES = {"__torch__.M": (["w"], ["b"])}
 
 
 def module_of(root: Call, *tensors: Call) -> PickledModule:
-    """What is found in an archive whose module is `root` and in which these are the `tensors`."""
+    """Return the module that is found in an archive with the root `root` and the `tensors`."""
     info = TensorInfo("", None, "strided", "float32", (), (), 0, "cpu", 4, None, False, False, True)
     index = Index(Graph(root, 2, 0, frozenset(), [], [], [], [], set()), Place(None, "", root, 0), [], "m.pt")
     vars(index)["every_place"] = [index.root]
-    vars(index)["_found"] = {}, {id(each): info for each in tensors}  # more than could be found
+    vars(index)["_found"] = {}, {id(each): info for each in tensors}  # more tensors than the archive could have
     return read_modules(index, CLASSES)[0]
 
 
@@ -525,15 +539,15 @@ def add(to: Call, name: str, value: Node) -> None:
     state.add(Effect("SETITEM", [name, value], None))
 
 
-def test_what_is_listed_and_no_tensor_is_left_out() -> None:
-    """A module, or a list of the file's, under the name of a parameter."""
+def test_listed_parameters_that_are_not_tensors_are_skipped() -> None:
+    """A listed parameter that is a module or a list instead of a tensor is skipped."""
     w = tensor()
     root = module("M", w=module("M", w=w), b=Tuple([]))
     assert module_of(root, w).names() == ["w.w"]
 
 
 def test_modules_in_one_another_end() -> None:
-    """A module in itself, and one in its own part: said, and no endless walk."""
+    """Modules that contain themselves, directly or through a part, are reported without an endless walk."""
     w = tensor()
     alone = module("M", w=w)
     add(alone, "me", alone)
@@ -545,7 +559,7 @@ def test_modules_in_one_another_end() -> None:
 
 
 def test_modules_that_double_at_each_level_end() -> None:
-    """Forty levels of a module that has the next one twice would give a trillion names."""
+    """A module that contains the next one twice, at forty levels, would have a trillion names. It is refused."""
     w = tensor()
     at = module("M", w=w)
     for _ in range(40):
@@ -554,7 +568,9 @@ def test_modules_that_double_at_each_level_end() -> None:
 
 
 def test_a_long_chain_of_modules_ends() -> None:
-    """Hundreds of levels are names; of tens of thousands, deeper than any recursion, the names are too many."""
+    """A chain of 500 modules is named. A chain of 20,000 modules, deeper than any recursion, is refused without a
+    crash.
+    """
     w = tensor()
     for levels in (500, 20_000):
         at = module("M", w=w)
@@ -565,7 +581,7 @@ def test_a_long_chain_of_modules_ends() -> None:
 
 
 def test_long_names_are_not_multiplied() -> None:
-    """One name of 60,000 letters at each of a thousand levels."""
+    """A name of 60,000 letters at each of many levels is refused before the names are built."""
     w = tensor()
     at = module("M", w=w)
     for _ in range(LIMITS.nesting - 1):
@@ -574,7 +590,9 @@ def test_long_names_are_not_multiplied() -> None:
 
 
 def test_one_state_of_many_objects_is_read_once() -> None:
-    """Thousands of objects that share a dict of thousands of attributes."""
+    """Thousands of objects that share a dict of thousands of attributes are refused without reading the dict again for
+    each.
+    """
     first = module("M", **{f"n{i}": i for i in range(20_000)})
     state = first.effects[0].values[0]
     others = []
@@ -586,9 +604,9 @@ def test_one_state_of_many_objects_is_read_once() -> None:
     assert "too many" in str(module_of(root).trouble)
 
 
-def test_code_that_is_slow_to_search_is_not() -> None:
-    """Megabytes of what a search with second thoughts would look at again and again: strings without an end, long
-    lists, attributes by the hundred thousand.
+def test_search_in_long_code_is_fast() -> None:
+    """Megabytes of code that would be slow for a backtracking search are read in little time: strings without an end,
+    long lists, and 100,000 attributes.
     """
     many = b"".join(b"  a%d : int\n" % i for i in range(100_000))
     listed = b", ".join(b'"a%d"' % i for i in range(100_000))
@@ -604,8 +622,8 @@ def test_code_that_is_slow_to_search_is_not() -> None:
         assert not torchscript._devices(text, iter)
 
 
-def test_a_module_that_stands_in_some_places_is_no_attack() -> None:
-    """One layer under 24 names, as models with shared layers have it."""
+def test_a_shared_module_is_accepted() -> None:
+    """A layer with 24 names, as in models with shared layers, is accepted."""
     w = tensor()
     layer = module("M", w=w)
     root = module("M", **{f"layer{i}": layer for i in range(24)})
@@ -613,7 +631,9 @@ def test_a_module_that_stands_in_some_places_is_no_attack() -> None:
 
 
 def test_a_torch_zip_with_constants_is_a_program_whatever_its_root(src: Path, dst: Path) -> None:
-    """torch knows a program by that record: a dict of tensors beside it is not taken for a checkpoint to retag."""
+    """A torch zip with the record constants.pkl is a program, because torch recognizes programs by this record. The
+    dict of tensors next to it is not retagged.
+    """
     torch.save({"w": torch.ones(3)}, src)
     rezip(src, src, {"constants.pkl": b"\x80\x02)."})
     assert read(src).format == torchscript.NAME
@@ -629,8 +649,8 @@ def test_a_torch_zip_with_constants_is_a_program_whatever_its_root(src: Path, ds
     ),
 )
 def test_code_that_says_too_much_is_refused(save: Save, line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More classes, devices, attributes or names than a model has are refused before there are many. So is code that
-    deflates too well.
+    """Code with more classes, devices, attributes or names than any model has is refused without much memory. Code that
+    deflates too well is refused too.
     """
     limits = replace(LIMITS, script_words=100_000)
     monkeypatch.setattr(torchscript, "LIMITS", limits)

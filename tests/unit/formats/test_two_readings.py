@@ -1,4 +1,4 @@
-"""Files that another reader would take for something else: how each is recognised, and what is none."""
+"""Files that another reader would take for another format: how each is recognized, and which files are accepted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = (torch_zip.NAME, torch_legacy.NAME, safetensors.NAME, plain_pickle.NAME)
 
 
 def other_reading(data: bytes, name: str = safetensors.NAME) -> str:
-    """What else `data`, a file of the format `name`, is; nothing, where it is nothing else."""
+    """Return the second reading of `data`, a file of the format `name`. Return an empty string if it has none."""
     try:
         refuse_two_readings(BytesSource(data, Path("m")), name)
     except MalformedError as error:
@@ -39,11 +39,11 @@ def other_reading(data: bytes, name: str = safetensors.NAME) -> str:
     return ""
 
 
-# tar
+# Tar
 
 
 def opens(data: bytes) -> bool:
-    """Whether tarfile opens `data` as torch.load opens it."""
+    """Return whether tarfile opens `data` in the way in which torch.load opens it."""
     try:
         tarfile.open(fileobj=io.BytesIO(data), mode="r:", format=tarfile.PAX_FORMAT).close()
     except tarfile.TarError:
@@ -57,7 +57,9 @@ SPELLED = (b"%06o\0 ", b"%o\0junk", b" %o\0", b"+%o\0", b"0o%o\0", b"0_%o\0", b"
 @pytest.mark.parametrize("spelled", SPELLED)
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_spelling_of_a_checksum(spelled: bytes, signed: bool) -> None:
-    """What tarfile takes for a checksum, torch.load does."""
+    """A file whose checksum tarfile accepts in any spelling, signed or unsigned, is reported as a tar archive, because
+    torch.load would read it as one. A file with a wrong checksum is not.
+    """
     block = b"caf\xe9" + tar_of({"name": b""})[4:]
     data = checksummed(block, spelled, signed=signed)
     assert opens(data)
@@ -69,7 +71,9 @@ def test_every_spelling_of_a_checksum(spelled: bytes, signed: bool) -> None:
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE])
 def test_headers_whose_bodies_are_not_read(kind: bytes) -> None:
-    """A PAX, long name or sparse header counts, and of gigabytes that it announces nothing is read."""
+    """A PAX, long name or sparse header is reported as a tar archive. The gigabytes that the header announces are not
+    read.
+    """
     block = tar_of({"name": b""})[:512]
     block = checksummed(block[:124] + b"77777777777\0" + block[136:156] + kind + block[157:])
     source = BytesSource(block, Path("m"))
@@ -81,8 +85,10 @@ def test_headers_whose_bodies_are_not_read(kind: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 512, b"\0" * 511, tar_of({"name": b""})[:511]])
-def test_what_is_no_tar_archive(data: bytes) -> None:
-    """Less than a header, or nothing but zeros, which torch.load takes for an archive without anything in it."""
+def test_short_files_and_zeros_are_not_tar_archives(data: bytes) -> None:
+    """A file that is shorter than a header, or that consists of zeros, is not reported. torch.load takes zeros for an
+    empty archive.
+    """
     assert not other_reading(data, torch_legacy.NAME)
 
 
@@ -92,7 +98,7 @@ def test_what_is_no_tar_archive(data: bytes) -> None:
 @pytest.mark.parametrize("absolute", [True, False])
 @pytest.mark.parametrize("behind", [0, 100, 65_000])
 def test_an_archive_behind_another_format(absolute: bool, behind: int) -> None:
-    """With any comment, or bytes that are none behind it."""
+    """A zip archive after another format is found, also with other bytes before or after it."""
     archive = zip_of_pickle(b"N.")
     if absolute:
         stream = io.BytesIO(HEADER)
@@ -105,7 +111,9 @@ def test_an_archive_behind_another_format(absolute: bool, behind: int) -> None:
 
 
 def test_the_first_entries_of_a_directory() -> None:
-    """One that points nowhere hides no other one; a directory of nothing but such is none, unless it is long."""
+    """A directory entry that points nowhere does not hide the next one. A directory of only such entries is ignored,
+    unless it is long.
+    """
     archive = bytearray(zip_of_pickle(b"N."))
     first, second = archive.find(b"PK\1\2"), archive.rfind(b"PK\1\2")
     archive[first + 42 : first + 46] = struct.pack("<I", 9)
@@ -117,8 +125,8 @@ def test_the_first_entries_of_a_directory() -> None:
 
 
 def test_an_archive_in_a_byte_string() -> None:
-    """An archive that is the whole of a byte string is the pickle's, and looked into; with anything before it, it is
-    nobody's. A plain pickle with both tensors and such a string is sound.
+    """A byte string of a pickle may be a complete archive. If it contains other bytes before or after a checkpoint
+    archive, the archive is reported.
     """
     archive = saved({"v": torch.ones(3)})
     for dump in (lambda value: pickle.dumps(value, 4), legacy):
@@ -129,7 +137,9 @@ def test_an_archive_in_a_byte_string() -> None:
 
 
 def test_a_plain_pickle_with_an_archive_inside(tmp_path: Path) -> None:
-    """Is read, and what the archive runs is named."""
+    """A plain pickle with an archive in a byte string is read, and the dangerous globals of the archive are
+    reported.
+    """
     path = tmp_path / "m.pkl"
     path.write_bytes(pickle.dumps({"w": torch.ones(2), "x": zip_of_pickle(b"cos\nsystem\n)R.")}, 4))
     assert ckptconv.inspect(path).dangerous == ("os.system",)
@@ -143,8 +153,8 @@ NAMED = {
     b"\x80\x04\x8c\x01m\x8c\x01f\x93": "m.f",
     b"im\nf\n": "m.f",
     b"N.cm\nf\n": "m.f",
-    b".cm\nf\n": "",  # an empty stack stops all readers
-    b"N.N.N.N.N.cm\nf\n": "",  # of a sixth nobody asks
+    b".cm\nf\n": "",  # an empty stack stops every reader
+    b"N.N.N.N.N.cm\nf\n": "",  # no reader loads a sixth pickle
     b"N.N.N.cm\nf\n": "m.f",
     b'cm"\nf\n.': "",
     b"cm{\nf\n.": "",
@@ -166,8 +176,10 @@ NAMED = {
 
 
 @pytest.mark.parametrize("opcodes", NAMED)
-def test_what_a_pickle_at_the_first_byte_names(opcodes: bytes) -> None:
-    """What could be a module, a code that is used, an id that somebody could mean: not what a header has by chance."""
+def test_names_in_a_pickle_at_the_first_byte(opcodes: bytes) -> None:
+    """A pickle at the first byte is reported if it names a possible module, uses an extension code, or has a plausible
+    persistent id. Bytes that a header contains by chance are not reported.
+    """
     data = pickle_in_safetensors(opcodes)
     assert other_reading(data) == (f"a pickle that contains {NAMED[opcodes]}" if NAMED[opcodes] else "")
     for name in NAMES:
@@ -176,22 +188,24 @@ def test_what_a_pickle_at_the_first_byte_names(opcodes: bytes) -> None:
 
 
 def header_of(length: int, behind: bytes = b"") -> bytes:
-    """An ordinary file whose header has so many bytes."""
+    """Return a valid file whose header has `length` bytes, with the bytes `behind` as its data."""
     text = b'{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (len(behind), len(behind))
     return length.to_bytes(8, "little") + text.ljust(length) + behind
 
 
 @pytest.mark.parametrize("code", range(256))
 def test_every_opcode_as_the_first_byte(code: int) -> None:
-    """No length of a header makes it a second reading, whatever stands behind it: PERSID and a line of zeros too."""
+    """A header of any length is not a second reading, whatever data follows it. This includes PERSID and a line of
+    zeros.
+    """
     for more in (1, 2, 40):
         for behind in (bytes(range(32)), b"\n.\n.", b"Q.", b"\n0Q.", bytes(100), b"a" * 300):
             assert not other_reading(header_of(code + 256 * more, behind))
 
 
 def test_how_much_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pickle of more opcodes, or of longer lines, than anybody writes by accident is refused; a header whose length
-    is PERSID is not, for that opcode is the end of all that load plain pickles.
+    """A pickle with more opcodes, or with longer lines, than could occur by chance is refused. A header whose length is
+    PERSID is accepted, because every reader of plain pickles stops at this opcode.
     """
     monkeypatch.setattr(two_readings, "LIMITS", Limits(second_reading_opcodes=100, second_reading_bytes=5000))
     too_long = "a pickle: a pickle that is too long to check"
@@ -207,14 +221,14 @@ def test_how_much_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("at", [512, 1024, 1 << 20])
 def test_an_hdf5_file_behind_the_start(at: int) -> None:
-    """h5py looks for one wherever a file may start."""
+    """An HDF5 signature at a position where h5py looks for one is reported."""
     data = HEADER.ljust(at) + b"\x89HDF\r\n\x1a\n" + bytes(100)
     assert other_reading(data) == f"an HDF5 file from byte {at} on, which h5py reads"
     assert not other_reading(b" " + data) and not other_reading(data[: at + 7])
 
 
 def test_ordinary_files_have_one_reading() -> None:
-    """Headers and weights of any kind: ``tests/long`` has a hundred thousand of them."""
+    """Ordinary safetensors files have only one reading. ``tests/long`` checks a hundred thousand of them."""
     random = Random(0)
     refused = [other_reading(ordinary_safetensors(random)) for _ in range(500)]
     assert not any(refused)
@@ -222,7 +236,7 @@ def test_ordinary_files_have_one_reading() -> None:
 
 @pytest.mark.parametrize("save", [saved, legacy, lambda value: pickle.dumps(value)])
 def test_ordinary_files_of_torch_have_one_reading(save: Callable[[object], bytes], tmp_path: Path) -> None:
-    """With byte strings and stray signatures in them."""
+    """Ordinary files of torch have only one reading, also with byte strings and weights that contain zip signatures."""
     random = Random(1)
     for i in range(30):
         stray = b"PK\5\6" + random.randbytes(random.randrange(60)) + b"PK\1\2" + bytes(random.randrange(60))

@@ -1,4 +1,6 @@
-"""What each writer says that it can hold is what it holds, and nothing else knows a format by its name."""
+"""The writers: each supports exactly the features that it declares, and no other code depends on the name of a
+format.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,18 @@ from ckptconv.formats.writers import WRITERS, FormatWord, Writer, writer_of
 from tests.support.conversions import refused
 
 PACKAGE = Path(ckptconv.__file__).parent
-#: Formats of one file. tests/unit/formats/distributed/test_dcp_writing.py has the tests of the one that is a folder.
+#: Formats of one file. tests/unit/formats/distributed/test_dcp_writing.py tests the format that is a folder.
 FILES = {word: writer for word, writer in WRITERS.items() if not writer.is_folder}
 every_writer = pytest.mark.parametrize("writer", FILES.values(), ids=FILES)
 
 
-def test_the_type_names_all_formats() -> None:
-    """Who calls from Python is told of a typo by a type checker."""
+def test_the_type_lists_all_formats() -> None:
+    """The type of the ``format`` argument lists all formats, so a type checker finds a misspelled one."""
     assert get_args(FormatWord) == (*WRITERS,)
 
 
 def test_a_suffix_of_one_writer_is_that_of_its_new_files() -> None:
-    """What is named after a format is taken for it again."""
+    """A file that is named with the suffix of a format, or with its name on the Hub, is accepted by this format."""
     for writer in FILES.values():
         assert writer in writers.admitted(f"x{writer.new_suffix}")
         if writer.hub:
@@ -38,7 +40,9 @@ def test_a_suffix_of_one_writer_is_that_of_its_new_files() -> None:
 
 @pytest.mark.untraced
 def test_no_format_is_compared_by_name() -> None:
-    """Code asks a writer what it can hold; a new format changes nothing else."""
+    """No code compares the name or the suffix of a format, except the code for files of other programs. Code asks a
+    writer what the format supports, so a new format needs no other change.
+    """
     names = {*FILES, *(writer.name for writer in WRITERS.values())}  # dcp is also a kind of folder
     suffixes = {writer.hub.suffix for writer in WRITERS.values() if writer.hub}
     for path in PACKAGE.rglob("*.py"):
@@ -47,12 +51,12 @@ def test_no_format_is_compared_by_name() -> None:
                 continue
             words = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
             if (names | suffixes).intersection(map(str, words)):
-                assert path.parent.name == "foreign", f"{path}:{node.lineno}"  # what other programs call their files
+                assert path.parent.name == "foreign", f"{path}:{node.lineno}"  # file names of other programs
 
 
 @pytest.fixture
 def src(tmp_path: Path) -> Path:
-    """Tied tensors, a view of a larger storage, a device, and an object."""
+    """Return a file with tied tensors, a view of a larger storage, and a device."""
     big = torch.arange(100.0)
     weight = torch.ones(2, 3)
     torch.save({"a": weight, "b": weight, "view": big[:4]}, tmp_path / "weights.pt")
@@ -62,7 +66,7 @@ def src(tmp_path: Path) -> Path:
 
 @every_writer
 def test_devices_ties_and_views(src: Path, writer: Writer) -> None:
-    """What comes back from a file has them where its writer says so."""
+    """A written file contains devices, ties and views exactly if its writer declares them."""
     dst = src.with_name(f"dst{writer.new_suffix}")
     ckptconv.convert(src, dst, format=writer.word)
     with opening.open_file(dst) as source:
@@ -77,7 +81,7 @@ def test_devices_ties_and_views(src: Path, writer: Writer) -> None:
 
 @every_writer
 def test_objects(tmp_path: Path, writer: Writer) -> None:
-    """A number beside the tensors is left behind where there is no place for it."""
+    """A number next to the tensors is left behind exactly if the format cannot store objects."""
     torch.save({"model": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "src.pt")
     report = ckptconv.convert(tmp_path / "src.pt", tmp_path / f"dst{writer.new_suffix}", format=writer.word)
     assert bool(report.left_behind) is not writer.objects
@@ -85,7 +89,7 @@ def test_objects(tmp_path: Path, writer: Writer) -> None:
 
 @every_writer
 def test_shards(src: Path, writer: Writer) -> None:
-    """Only what the Hub's tools read is dealt into shards, which are called as they say."""
+    """Shards are written only in formats that the tools of the Hub read, with the names that these tools expect."""
     out = src.with_name("out")
     if not writer.shards:
         refused(UsageError, "no shards", src, out, format=writer.word, max_shard_size=30)
@@ -101,7 +105,7 @@ def test_shards(src: Path, writer: Writer) -> None:
 
 @every_writer
 def test_copies_of_ties(src: Path, writer: Writer) -> None:
-    """They are asked for where ties are texts, and nowhere else."""
+    """``copy_tied`` is accepted only for formats that store ties as text, and refused for all others."""
     dst = src.with_name(f"dst{writer.new_suffix}")
     if writer.ties:
         refused(UsageError, "copy_tied", src, dst, format=writer.word, copy_tied=True)
@@ -111,7 +115,7 @@ def test_copies_of_ties(src: Path, writer: Writer) -> None:
 
 @every_writer
 def test_code(tmp_path: Path, writer: Writer) -> None:
-    """What torch's safe loader refuses is said where that loader reads the format, and nowhere else."""
+    """A note reports an object that torch's safe loader refuses, but only in formats that this loader reads."""
     torch.save({"model": {"w": torch.ones(2)}, "args": Namespace(lr=1)}, tmp_path / "src.pt")
     dst = tmp_path / f"dst{writer.new_suffix}"
     report = ckptconv.convert(tmp_path / "src.pt", dst, format=writer.word)

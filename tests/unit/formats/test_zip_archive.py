@@ -1,6 +1,4 @@
-"""The zip reader against good archives of several writers, and against every way to make
-one that two readers see differently.
-"""
+"""The zip reader: valid archives of several writers, and archives that two readers would read differently."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ Read = Callable[[bytes], Archive]
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
-    """A function that reads bytes as an archive."""
+    """Return a function that reads bytes as an archive."""
 
     def read_bytes(data: bytes) -> Archive:
         path = tmp_path / "m.pt"
@@ -55,7 +53,7 @@ def read(tmp_path: Path) -> Read:
 
 
 class Pipe(io.BytesIO):
-    """A stream that cannot seek, for which zipfile writes data descriptors."""
+    """A stream that cannot seek, so that zipfile writes data descriptors."""
 
     def seekable(self) -> bool:
         return False
@@ -67,14 +65,14 @@ class Pipe(io.BytesIO):
 MEMBERS = {"m/data.pkl": b"N.", "m/data/0": bytes(range(64)), "m/data/1": b"xyz" * 50}
 THREE = zip_of(MEMBERS)
 ONE = zip_of({"m/data.pkl": b"N."})
-#: Whose entries are read together: of names of one length.
+#: An archive whose entries are read together, because their names have the same length.
 MANY = zip_of({f"m/data/{i}": b"xyz" for i in range(9)})
-#: With a zip64 end.
+#: An archive with a zip64 end.
 OF_TORCH = saved([torch.zeros(3)])
 
 
 def zip64_of(members: dict[str, bytes], stream: io.BytesIO | None = None) -> bytes:
-    """The archive of `members` with all their sizes in zip64 fields."""
+    """Return the archive of `members` with all their sizes in zip64 fields, written to `stream`."""
     stream = stream or io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         for name, data in members.items():
@@ -84,19 +82,19 @@ def zip64_of(members: dict[str, bytes], stream: io.BytesIO | None = None) -> byt
 
 
 def in_end(data: bytes, offset: int, form: str, by: int) -> bytes:
-    """`data` with `by` added to the number `offset` bytes behind the start of the archive's end."""
+    """Add `by` to the number in `data` that is `offset` bytes after the start of the archive's end record."""
     return added(data, end_of(data) + offset, form, by)
 
 
 def disagreeing(side: str, field: str) -> bytes:
-    """THREE with one field of one header of its last member changed."""
+    """Return THREE with one `field` in one header of its last member changed. The `side` is local or central."""
     _, offset, form = FIELDS[field]
     before = number(THREE, central_entry(THREE, "m/data/1") + offset, form)
     return in_header(THREE, side, "m/data/1", field, {"flags": 1 << 11, "method": 8}.get(field, before - 1))
 
 
 def with_extra(extra: bytes, side: str) -> bytes:
-    """ONE with `extra` in the local or in the central header of its member."""
+    """Return ONE with `extra` in the local or in the central header of its member."""
     if side == "local":
         data = patched(ONE[:40] + extra + ONE[40:], 28, "<H", len(extra))
         return in_end(data, 16, "<I", len(extra))
@@ -106,13 +104,13 @@ def with_extra(extra: bytes, side: str) -> bytes:
 
 
 def unicode_name(name: bytes) -> bytes:
-    """Info-ZIP's extra field for a Unicode name: some readers take that one."""
+    """Return Info-ZIP's extra field for the Unicode `name`, which some readers prefer."""
     return struct.pack("<HHBI", 0x7075, 5 + len(name), 1, zlib.crc32(b"m/data.pkl")) + name
 
 
 def sizes_in_both_places(off: int) -> bytes:
-    """An archive with sizes in the header and in its zip64 field, which are `off` from one another: as Python's zipfile
-    wrote them before 3.11.
+    """Return an archive with sizes both in the header and in its zip64 field, as Python's zipfile wrote them before
+    3.11. The two sizes differ by `off`.
     """
     data = bytearray(zip64_of({"m/data.pkl": b"N."}))
     data[18:26] = struct.pack("<2I", 2 + off, 2 + off)
@@ -120,20 +118,22 @@ def sizes_in_both_places(off: int) -> bytes:
 
 
 def without_descriptors_start(length: int) -> bytes:
-    """A streamed archive, the first bytes of its data descriptor left out: the first four are an optional signature."""
+    """Return a streamed archive without the first `length` bytes of its data descriptor. The first four are an optional
+    signature.
+    """
     data = zip_of({"m/data.pkl": b"N."}, file=Pipe())
     at = data.index(b"PK\x07\x08")
     return in_end(data[:at] + data[at + length :], 16, "<I", -length)
 
 
 def with_damaged_descriptor(data: bytes, offset: int) -> bytes:
-    """`data` with a bit of its first data descriptor turned round."""
+    """Return `data` with one flipped bit in its first data descriptor, `offset` bytes after its start."""
     at = data.index(b"PK\x07\x08") + offset
     return patched(data, at, "<I", number(data, at, "<I") ^ 1)
 
 
 def behind_a_header() -> bytes:
-    """An archive with a gap before the first member: zipfile itself writes behind what is in a file already."""
+    """Return an archive with a gap before the first member. zipfile makes one when it appends to a file."""
     file = io.BytesIO(b"PK\x03\x04")
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr("m/data.pkl", b"N.")
@@ -142,7 +142,7 @@ def behind_a_header() -> bytes:
 
 
 def with_a_member_that_is_not_listed() -> bytes:
-    """THREE without the second member's entry in the directory."""
+    """Return THREE without the second member's entry in the directory."""
     at = central_entry(THREE, "m/data/0")
     behind = central_entry(THREE, "m/data/1")
     out = in_end(THREE[:at] + THREE[behind:], 12, "<I", at - behind)
@@ -152,12 +152,12 @@ def with_a_member_that_is_not_listed() -> bytes:
 
 
 def with_count(data: bytes, count: int) -> bytes:
-    """`data` whose end says that there are `count` members."""
+    """Return `data` with `count` as the number of members in its end record."""
     return patched(patched(data, end_of(data) + 8, "<H", count), end_of(data) + 10, "<H", count)
 
 
 def with_more_members_than_the_limit() -> bytes:
-    """A zip64 end may promise 2^64 of them."""
+    """Return an archive whose zip64 end record declares more members than the limit. The field allows 2^64."""
     at = OF_TORCH.index(b"PK\x06\x06")
     data = patched(patched(OF_TORCH, at + 24, "<Q", 1_000_001), at + 32, "<Q", 1_000_001)
     return with_count(data, 0xFFFF)
@@ -167,14 +167,14 @@ def inserted(data: bytes, at: int, more: bytes) -> bytes:
     return data[:at] + more + data[at:]
 
 
-# Good archives
+# Valid archives
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("comment", [b"", b"made by hand", b"x" * 65535])
 def test_archives_of_pythons_writer_are_read(read: Read, method: int, comment: bytes) -> None:
-    """Stored or deflated, with or without a comment: names, sizes, checksums and
-    places of the data are those of zipfile.
+    """An archive that Python's zipfile wrote, stored or deflated and with or without a comment, is read. The names,
+    sizes, checksums and positions of the data are right.
     """
     data = zip_of(MEMBERS, method, comment=comment)
     archive = read(data)
@@ -187,12 +187,12 @@ def test_archives_of_pythons_writer_are_read(read: Read, method: int, comment: b
         assert (member.size, member.crc32) == (len(plain), zlib.crc32(plain))
 
 
-#: Archives that are sound, and the sizes of their members.
+#: Valid archives, and the sizes of their members.
 GOOD = {
-    # data descriptors with zeros in the local headers
+    # data descriptors, with zeros in the local headers
     "streamed": (zip_of(MEMBERS, file=Pipe()), [2, 64, 150]),
     "streamed and deflated": (zip_of(MEMBERS, zipfile.ZIP_DEFLATED, Pipe()), [2, 64, 150]),
-    # all ones in the local header and the sizes in an extra field; zeros there and 64-bit descriptors
+    # local headers with all bits set and sizes in an extra field, and local headers of zeros with 64-bit descriptors
     "zip64": (zip64_of(MEMBERS), [2, 64, 150]),
     "zip64, streamed": (zip64_of(MEMBERS, Pipe()), [2, 64, 150]),
     "sizes in the header and in its zip64 field": (sizes_in_both_places(0), [2]),
@@ -205,20 +205,22 @@ GOOD = {
 
 @pytest.mark.parametrize("kind", GOOD)
 def test_sound_archives_are_read(read: Read, kind: str) -> None:
-    """However their sizes are said."""
+    """An archive is read, no matter how it stores its sizes."""
     data, sizes = GOOD[kind]
     assert [member.size for member in read(data).members] == sizes
     assert (b"PK\x07\x08" in data) == ("streamed" in kind)
 
 
 def test_folders_are_read(read: Read) -> None:
-    """Entries for folders are members without bytes."""
+    """Entries of folders are read as members without bytes."""
     data = zip_of({"m/": b"", "m/data/": b"", "m/data.pkl": b"N."})
     assert list(read(data).names) == ["", "data/", "data.pkl"]
 
 
 def test_archives_of_torch_are_read(read: Read) -> None:
-    """torch's own: flags 0x808, zeros in local headers, descriptors, FB padding, a zip64 end."""
+    """An archive that torch wrote is read. It has the flags 0x808, zeros in the local headers, descriptors, FB padding,
+    and a zip64 end.
+    """
     data = saved({"w": torch.arange(5.0)})
     archive = read(data)
     assert archive.has_checksums
@@ -228,13 +230,13 @@ def test_archives_of_torch_are_read(read: Read) -> None:
 
 @pytest.mark.parametrize("count", [2, 100, 2_000, 3_000, 6_000])
 def test_directories_of_all_sizes_are_read(read: Read, count: int) -> None:
-    """Whose entries are read many at once, as long as their names have one length."""
+    """Directories of 2 to 6,000 entries are read. Entries are read in blocks as long as their names have one length."""
     names = [f"m/data/{i}" for i in range(count)]
     assert [member.name for member in read(zip_of(dict.fromkeys(names, b"x"))).members] == names
 
 
 def entry_of(name: str, crc32: int, size: int, offset: int) -> bytes:
-    """Return the entry of a stored member with the flag UTF8 in the central directory."""
+    """Return the central directory entry of a stored member with the flag UTF8."""
     return zip_archive.central_entry(name.encode(), zip_archive.UTF8, crc32, size, offset)
 
 
@@ -244,8 +246,8 @@ def directory_of(entries: list[bytes], start: int) -> bytes:
     return listed + zip_archive.end_records(len(entries), len(listed), start)
 
 
-def test_what_the_writer_writes_the_reader_reads(read: Read) -> None:
-    """``local_header``, ``central_entry`` and ``end_records`` make an archive that this reader and zipfile take."""
+def test_the_reader_reads_written_archives(read: Read) -> None:
+    """``local_header``, ``central_entry`` and ``end_records`` write an archive that this reader and zipfile read."""
     entries, out = [], b""
     for i, content in enumerate((b"", b"x" * 100)):
         name = f"m/é{i}".encode()
@@ -257,8 +259,8 @@ def test_what_the_writer_writes_the_reader_reads(read: Read) -> None:
 
 
 def test_sizes_and_offsets_above_4_gib_are_written_as_zip64(src: Path) -> None:
-    """A record of 5 GiB (a hole on the disk) and one behind it: read back by this reader
-    and by zipfile with the same numbers.
+    """A record of 5 GiB, which is a hole in the file, and a record after it are read back with the same sizes and
+    offsets, by this reader and by zipfile.
     """
     size = 5 << 30
     header = zip_archive.local_header(b"m/a", 0, size, 0)
@@ -279,9 +281,9 @@ def test_sizes_and_offsets_above_4_gib_are_written_as_zip64(src: Path) -> None:
         assert [(m.file_size, m.header_offset) for m in archive.infolist()] == [(size, 0), (0, second)]
 
 
-# Bad ones
+# Invalid archives
 
-#: What two readers could see differently, by what it is: the archive, and what the error says.
+#: Archives that two readers could read differently, and a part of the error.
 MALFORMED: dict[str, tuple[bytes, str]] = {
     # names
     "names equal after casefolding": (zip_of({"m/straße": b"", "m/STRASSE": b""}), "the same name"),
@@ -290,11 +292,11 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         f"a member at {name}": (zip_of({name: b"N."}), "not in the archive's folder")
         for name in ("data.pkl", "/data.pkl", "m//data.pkl", "../m/data.pkl", "m/../data.pkl", "m/data/..")
     },
-    # NUL ends a name for some readers; what is no UTF-8 each reader decodes in its own way
+    # Some readers end a name at NUL. A name that is not UTF-8 is decoded differently by each reader.
     "a name with NUL": (zip_of({"m/a?b": b"N."}).replace(b"a?b", b"a\0b"), "not in the archive's folder"),
     "a name that is not UTF-8": (zip_of({"m/a?b": b"N."}).replace(b"a?b", b"a\xffb"), "not UTF-8"),
     "a second name in an extra field": (with_extra(unicode_name(b"m/evil.pkl"), "central"), "two different names"),
-    # torch reads no bytes for a folder and hands out memory as it finds it
+    # torch reads no bytes for a folder, and returns uninitialized memory
     "a folder with bytes, by its attributes": (
         patched(THREE, central_entry(THREE, "m/data/0") + 38, "<I", 0x10),
         "has bytes of its own",
@@ -322,7 +324,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         for field, what in zip(FIELDS, ["disagree"] * 3 + ["two sizes"] * 2, strict=True)
     },
     "a stored member of two sizes, in both headers": (in_headers(THREE, "m/data/1", {"size": 7}), "two sizes"),
-    # its offset would mean something else
+    # its offset would have another meaning
     "a member on another disk": (patched(THREE, central_entry(THREE, "m/data/1") + 34, "<H", 1), "64-bit numbers"),
     "another name in the local header": (
         patched(THREE, local_header(THREE, "m/data/1") + 30 + 7, "<B", ord("7")),
@@ -352,7 +354,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         with_extra(struct.pack("<HHQQ", 1, 16, 7, 7), "central"),
         "64-bit numbers",
     ),
-    # nothing says what the size is
+    # the size is stored nowhere
     "all ones without a 64-bit number in the local header": (patched(ONE, 22, "<I", 0xFFFFFFFF), "disagree"),
     "all ones without a 64-bit number in the central header": (
         patched(ONE, central_entry(ONE, "m/data.pkl") + 24, "<I", 0xFFFFFFFF),
@@ -375,7 +377,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     },
     "a descriptor with a part of its signature": (without_descriptors_start(3), "data descriptor"),
     "a descriptor that is not there": (without_descriptors_start(16), "data descriptor"),
-    # places
+    # positions
     "two entries with one local header": (
         patched(THREE, central_entry(THREE, "m/data/1") + 42, "<I", local_header(THREE, "m/data/0")),
         "has no space for its header",
@@ -406,10 +408,10 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "a longer directory": (in_end(THREE, 12, "<I", 1), "does not end at its end record"),
     "a directory further in front": (in_end(THREE, 16, "<I", -1), "does not end at its end record"),
     "a directory further behind": (in_end(THREE, 16, "<I", 1), "does not end at its end record"),
-    # more than their names could take, or less than their headers: said before anything is read
+    # more members than the size allows, or no members, are reported before anything is read
     "many members in few bytes": (with_count(THREE, 60_000), "too small"),
     "no members in many bytes": (with_count(THREE, 0), "too large"),
-    # the zip64 end is right and the other one lies: readers differ in which they believe
+    # the zip64 end is right and the other one is wrong; readers differ in which one they use
     **{
         f"two ends that disagree at byte {offset}": (
             in_end(OF_TORCH, offset, form, -1),
@@ -421,7 +423,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         in_end(inserted(THREE, end_of(THREE), b"junk"), 12, "<I", 4),
         "bytes after its entries",
     ),
-    # its own size, disks, counts, size and offset: each differs from what the other end or the directory says
+    # its own size, disks, counts, size and offset; each differs from the other end record or from the directory
     **{
         f"another number in the zip64 end at byte {offset}": (
             added(OF_TORCH, OF_TORCH.index(b"PK\x06\x06") + offset, form, 1),
@@ -437,7 +439,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
             (48, "<Q"),
         )
     },
-    # disk, offset, number of disks, which is 1: torch reads none of 0
+    # disk, offset, and number of disks, which is 1; torch refuses 0
     **{
         f"another number in the zip64 locator at byte {offset}, by {turned}": (
             patched(
@@ -451,15 +453,15 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         for offset, form in ((4, "<I"), (8, "<Q"), (16, "<I"))
         for turned in (1, 3)
     },
-    # only some readers see it: without its locator it is a gap; without itself, the locator points nowhere
+    # only some readers see it; without its locator it is a gap, and without the end record the locator points nowhere
     "a zip64 end without its locator": (OF_TORCH.replace(b"PK\x06\x07", b"PK\x06\x00"), "does not end at its end"),
     "a zip64 locator without its end": (OF_TORCH.replace(b"PK\x06\x06", b"PK\x06\x00"), "zip64 end record is damaged"),
-    # readers that search from the front and from the back see different ones
+    # readers that search from the front and readers that search from the back see different archives
     "an archive in the comment of an archive": (
         patched(THREE, end_of(THREE) + 20, "<H", len(ONE)) + ONE,
         "two end records",
     ),
-    # torch takes the last end without asking whether its comment fits; a strict reader would take the first
+    # torch uses the last end record without checking the length of its comment; a strict reader would use the first
     "an end in the comment": (
         patched(THREE, end_of(THREE) + 20, "<H", 22) + THREE[end_of(THREE) : -2] + b"\x09\x00",
         "does not end where the zip archive ends",
@@ -470,16 +472,16 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("kind", MALFORMED)
 def test_malformed_archives(read: Read, kind: str) -> None:
-    """Each in one typed error that says what is wrong."""
+    """A malformed archive is refused with an error that describes the fault."""
     data, what = MALFORMED[kind]
     with pytest.raises(MalformedError, match=what):
         read(data)
 
 
 @pytest.mark.parametrize("twin", ["m/data.pkl", "m/DATA.PKL", "m/daTa.pkl"])
-@pytest.mark.filterwarnings("ignore:Duplicate name")  # zipfile warns of what is wanted here
+@pytest.mark.filterwarnings("ignore:Duplicate name")  # zipfile warns about the duplicate that this test needs
 def test_one_name_twice_is_malformed(read: Read, twin: str) -> None:
-    """Also without regard to case, as torch looks names up."""
+    """Two members with the same name are refused. Case is ignored, as when torch looks up names."""
     file = io.BytesIO(ONE)
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr(twin, b"K\x01.")
@@ -492,7 +494,7 @@ UNSUPPORTED: dict[str, tuple[bytes, str]] = {
         f"encrypted, by bit {bit}": (in_headers(THREE, "m/data/1", {"flags": 1 << bit}), "encrypted")
         for bit in (0, 6, 13)
     },
-    # patched data (bit 5) and whatever comes: other readers refuse or reinterpret it
+    # patched data (bit 5) and reserved bits; other readers refuse or reinterpret them
     **{
         f"bit {bit}": (in_header(THREE, "central", "m/data/1", "flags", 1 << bit), "flags of unknown meaning")
         for bit in (4, 5, 7, 15)
@@ -501,7 +503,7 @@ UNSUPPORTED: dict[str, tuple[bytes, str]] = {
         f"method {method}": (in_header(THREE, "central", "m/data/1", "method", method), "unknown way")
         for method in (1, 9, 12, 14, 93, 99)
     },
-    # this disk's number, the directory's, and the number of entries on it
+    # the number of this disk, the disk of the directory, and the number of entries on this disk
     **{
         f"several disks, by byte {offset} of the end": (
             patched(THREE, end_of(THREE) + offset, "<H", 1),
@@ -514,26 +516,24 @@ UNSUPPORTED: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_unsupported_archives(read: Read, kind: str) -> None:
-    """What other readers may understand, and this one does not."""
+    """An archive with a feature that other readers may support is reported as unsupported."""
     data, what = UNSUPPORTED[kind]
     with pytest.raises(UnsupportedError, match=what):
         read(data)
 
 
 def test_too_many_members_are_a_limit(read: Read) -> None:
-    """Said by their number alone."""
+    """An archive that declares too many members is refused before the members are read."""
     with pytest.raises(LimitError, match="too many zip members"):
         read(with_more_members_than_the_limit())
 
 
-# Every truncation, every flip
+# Every truncation and every flipped bit
 
 
 @pytest.mark.untraced
 def test_every_truncation_is_malformed(src: Path, dst: Path) -> None:
-    """A file cut anywhere ends in a typed error, here and in ``convert``; from the fourth byte on it is
-    a broken zip.
-    """
+    """A file that is truncated at any byte is refused, and no output appears. From four bytes on, it is malformed."""
     src.write_bytes(saved({"w": torch.arange(3.0)}))
     for size in range(src.stat().st_size - 1, -1, -1):
         os.truncate(src, size)
@@ -548,10 +548,10 @@ def test_every_truncation_is_malformed(src: Path, dst: Path) -> None:
 def test_every_flipped_bit_is_found_or_harmless(
     src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch, writer: str
 ) -> None:
-    """``convert`` refuses, or the output loads like the original; a flip in a storage's bytes goes
-    through with the old checksum, which tells.
+    """After any bit is flipped, ``convert`` refuses the file, or its output loads like the original. A flipped bit in a
+    storage is copied together with the old checksum, which shows the damage.
     """
-    monkeypatch.setattr(os, "fsync", lambda fd: None)  # thousands of small files
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # thousands of small files are written
     original = {"w": torch.arange(3, dtype=torch.uint8)}
     data = saved(original)
     if writer == "zipfile":

@@ -1,4 +1,4 @@
-"""``diff`` and ``inspect`` name rules that are part of the package if they fit."""
+"""``diff`` and ``inspect`` suggest the rules of the package that fit a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VIT = {f"blocks.{n}.attn.qkv.{p}": torch.rand(6, 2) for n in range(2) for p in (
 def test_diff_gives_the_command(
     tmp_path: Path, command: Command, rules: str, state: State, config: dict[str, Any], reverse: bool
 ) -> None:
-    """It makes of A what B is, whatever the containers."""
+    """The suggested command converts A so that it is the same as B, in both directions and between containers."""
     a, b, out = tmp_path / "a.pt", tmp_path / "b.safetensors", tmp_path / "out.safetensors"
     torch.save(state, a)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -44,8 +44,10 @@ def test_diff_gives_the_command(
     assert ckptconv.diff(out, b).same
 
 
-def test_diff_gives_no_command_that_would_not_do_it(tmp_path: Path) -> None:
-    """For another model, other shapes, one more tensor, or an optimizer beside it."""
+def test_diff_gives_no_command_that_would_not_work(tmp_path: Path) -> None:
+    """There is no suggestion for another model, other shapes or dtypes, an additional tensor, or an optimizer next to
+    the weights.
+    """
     a, b = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.save(MIXTRAL, a)
     ckptconv.convert(a, b, rules="mixtral")
@@ -69,7 +71,9 @@ def test_diff_gives_no_command_that_would_not_do_it(tmp_path: Path) -> None:
 
 
 def test_inspect_names_the_rules(tmp_path: Path) -> None:
-    """For experts in parts, not for stacked ones, and not for another model."""
+    """A note of ``inspect`` names the rules for experts in separate tensors, but not for stacked experts or for another
+    model.
+    """
     torch.save(MIXTRAL, tmp_path / "a.pt")
     ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", rules="mixtral")
     torch.save(

@@ -1,4 +1,4 @@
-"""What ``inspect`` says, compared with what torch finds when it loads the file."""
+"""The summary of ``inspect``, compared with the objects that torch loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.reduced import Reduced
 
 
 def test_tensors_are_those_that_torch_loads(fixtures: Path) -> None:
-    """Every row agrees with the loaded tensor: dtype, shape, stride, offset, bytes, requires_grad."""
+    """Every tensor of the summary has the dtype, shape, stride, offset, size and requires_grad of the loaded tensor."""
     for name in ("cpu.pt", "tied.pt", "resnet18.pt", "dataparallel.pt"):
         found = inspect(fixtures / name)
         loaded = torch.load(fixtures / name, map_location="cpu")
@@ -47,7 +47,9 @@ def test_tensors_are_those_that_torch_loads(fixtures: Path) -> None:
 
 
 def test_training_checkpoint(fixtures: Path) -> None:
-    """One state dict, tensors by device, states of generators, and what is no tensor with short values."""
+    """The summary of a training checkpoint contains its state dict, the tensors by device, the states of random
+    generators, and the other values.
+    """
     found = inspect(fixtures / "training.pt")
     assert len(found.state_dicts) == 1
     assert found.rng_states
@@ -59,7 +61,9 @@ def test_training_checkpoint(fixtures: Path) -> None:
 
 
 def test_ties_and_views(tmp_path: Path) -> None:
-    """The same tensor under two names is a tie, a part of a storage or a transposed one a view; ties count once."""
+    """A tensor with two names is a tie. A part of a storage and a transposed tensor are views. Tied bytes count once in
+    the stored size.
+    """
     base = torch.arange(12.0).reshape(3, 4)
     found = inspect(
         saved_at(tmp_path / "x.pt", {"a": base, "b": base, "c": base[1], "d": torch.ones(2, 3).T, "e": torch.ones(4)})
@@ -82,7 +86,7 @@ def test_ties_and_views(tmp_path: Path) -> None:
     ids=["weights", "a class", "an opcode", "a call"],
 )
 def test_weights_only_is_what_torch_says(tmp_path: Path, obj: object, protocol: int, reason: str) -> None:
-    """The verdict agrees with torch's safe loader, and names the globals and opcodes that are in the way."""
+    """The verdict agrees with torch's safe loader. The obstacles name the global or opcode that it refuses."""
     path = saved_at(tmp_path / "x.pt", obj, pickle_protocol=protocol)
     found = inspect(path)
     assert found.weights_only == (refusal(path) is None) == (not reason)
@@ -90,12 +94,12 @@ def test_weights_only_is_what_torch_says(tmp_path: Path, obj: object, protocol: 
 
 
 def test_devices_that_are_data(tmp_path: Path) -> None:
-    """torch.device objects and strings like 'cuda:0' are listed as the user's data; other words are not."""
+    """torch.device objects and strings like 'cuda:0' are listed as the user's data. Other strings are not."""
     obj = {"a": torch.device("cuda:3"), "b": {"device": "cuda:0"}, "c": "cupboard", "d": torch.ones(1)}
     assert inspect(saved_at(tmp_path / "x.pt", obj)).user_devices == {"a": "cuda:3", "b/device": "cuda:0"}
 
 
-#: What is said of values, by their paths.
+#: The expected descriptions of values, by their paths.
 SHORT = {
     "text": "str of 70,000 bytes",
     "list": "[0, 1, 2, 3, 4, 5, 6, 7, …] 1,000 items",
@@ -118,7 +122,9 @@ SHORT = {
 
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_bytes_are_shown_as_bytes(protocol: int, tmp_path: Path) -> None:
-    """In every protocol, also where the pickle says them as the encoding of a text; the end of long ones is cut off."""
+    """Bytes are shown as bytes in every protocol, also if the pickle stores them as the encoding of a text. Long bytes
+    are truncated.
+    """
     obj = {"short": b"a\xe9", "long": b"\x00" * 200}
     values = inspect(saved_at(tmp_path / "x.pt", obj, pickle_protocol=protocol)).others
     assert values["short"] == r"b'a\xe9'"
@@ -126,7 +132,7 @@ def test_bytes_are_shown_as_bytes(protocol: int, tmp_path: Path) -> None:
 
 
 def test_values_are_short(tmp_path: Path) -> None:
-    """What is no tensor has a line, whatever it is and however long."""
+    """A value that is not a tensor is shown in a short line, whatever its type and length."""
     obj = {
         "text": "x" * 70_000,
         "bytes": b"y" * 500,
@@ -156,8 +162,10 @@ def test_values_are_short(tmp_path: Path) -> None:
         assert all(len(value) <= 90 for value in others.values())
 
 
-def test_what_is_in_a_set_is_looked_at_once(tmp_path: Path) -> None:
-    """A set of pairs is named, and what is in it shown below; a size of tuples is named, however deep they are."""
+def test_members_of_sets_and_deep_sizes(tmp_path: Path) -> None:
+    """A set of pairs is named, and its members are listed separately. A torch.Size of deeply nested tuples is only
+    named.
+    """
     deep: Any = ()
     for _ in range(50):
         deep = (deep, deep)
@@ -170,12 +178,12 @@ def test_what_is_in_a_set_is_looked_at_once(tmp_path: Path) -> None:
 
 
 def test_metadata_is_not_listed(fixtures: Path) -> None:
-    """``_metadata`` has an entry for each module and answers nobody's question."""
+    """The entries of ``_metadata``, one for each module, are not listed."""
     assert not any("_metadata" in path for path in inspect(fixtures / "dataparallel.pt").others)
 
 
 def test_a_device_with_an_absurd_index_is_an_object(tmp_path: Path) -> None:
-    """An index of 9,000 digits is no index; it is shown without being printed."""
+    """A device with an index of 9,000 digits is shown as an object, without its index."""
     obj = {"d": Reduced(torch.device, ("cuda", 1 << 30_000)), "t": 1}
     (tmp_path / "x.pt").write_bytes(torch_zip_of(pickle.dumps(obj, 2), {}))
     found = inspect(tmp_path / "x.pt")
@@ -184,8 +192,8 @@ def test_a_device_with_an_absurd_index_is_an_object(tmp_path: Path) -> None:
 
 
 def test_parts_are_what_people_call_them(tmp_path: Path) -> None:
-    """State dicts, averages of them, optimizers and states of generators, each with its tensors and bytes; no tensor
-    is left out, and what is tied counts once in each part.
+    """The parts are the state dicts, their averages, the optimizers and the states of generators, each with its tensors
+    and bytes. Every tensor is in a part, and tied tensors count once in each part.
     """
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     optimizer = torch.optim.Adam(model.parameters())
@@ -216,8 +224,10 @@ def test_parts_are_what_people_call_them(tmp_path: Path) -> None:
     assert "parts" not in found.as_dict()
 
 
-def test_of_which_weights_an_optimizer_is(tmp_path: Path) -> None:
-    """By its names, or by shapes alone, which is said in other words; and whether they agree."""
+def test_an_optimizer_is_matched_with_its_weights(tmp_path: Path) -> None:
+    """An optimizer is matched with its weights by parameter names, or only by shapes. The text distinguishes the two,
+    and reports whether the shapes agree.
+    """
     shapes = {"a": (2, 3), "b": (3,)}
     model = {name: torch.ones(shape) for name, shape in shapes.items()}
 

@@ -1,4 +1,4 @@
-"""Values of tensors in files: what torch says of what it loads is the judge."""
+"""Statistics of the values of tensors in files, compared with those that torch computes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def found_in(path: Path) -> dict[str, TensorSummary]:
 
 
 def agrees(found: TensorSummary, tensor: torch.Tensor) -> None:
-    """Fail unless `found` says what torch does of `tensor`."""
+    """Check that the statistics in `found` are those that torch computes for `tensor`."""
     values = found.values
     assert values is not None
     wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor.resolve_conj()
@@ -51,7 +51,9 @@ WITH_NUMBERS = ("special_values", "views", "ties", "small", "conj_neg", "two_dty
 @pytest.mark.parametrize("name", WITH_NUMBERS)
 @pytest.mark.parametrize("how", ["zip", "legacy", "deflated"])
 def test_the_zoo(name: str, how: str, tmp_path: Path) -> None:
-    """Views, ties, lazy bits and odd shapes, in each container, stored and deflated."""
+    """The statistics are right for views, ties, lazy bits and unusual shapes, in zips, legacy files and
+    deflated zips.
+    """
     if (name, how) == ("two_dtypes", "legacy"):
         pytest.skip("torch's older format has no float8")
     path = saved_at(tmp_path / "m.pt", {"root": zoo.ZOO[name]()}, _use_new_zipfile_serialization=how != "legacy")
@@ -71,8 +73,8 @@ def test_the_zoo(name: str, how: str, tmp_path: Path) -> None:
 
 
 def test_all_dtypes(tmp_path: Path) -> None:
-    """Those that are no numbers to torch have no values, and are shown without. So is bcomplex32, for which torch 2.15
-    has few operations.
+    """Dtypes that torch cannot convert to numbers have no statistics. bcomplex32 has none either, because torch 2.15
+    has few operations for it.
     """
     torch.save(zoo.dtypes(), tmp_path / "m.pt")
     for path, tensor in found_in(tmp_path / "m.pt").items():
@@ -82,7 +84,9 @@ def test_all_dtypes(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:.*Sparse:UserWarning")
 def test_quantized_and_sparse(tmp_path: Path) -> None:
-    """Quantized tensors by the whole numbers that are stored; no values where there is no storage of numbers."""
+    """The statistics of a quantized tensor are those of its stored integers. Four-bit, sparse and meta tensors have no
+    statistics.
+    """
     torch.save({**zoo.quantized(), **zoo.sparse(), "meta": zoo.meta()}, tmp_path / "m.pt")
     found = found_in(tmp_path / "m.pt")
     agrees(found["qint32"], zoo.quantized()["qint32"].int_repr())
@@ -90,14 +94,14 @@ def test_quantized_and_sparse(tmp_path: Path) -> None:
     assert found["quint4x2"].values is None and found["coo"].values is None and found["meta[3]"].values is None
 
 
-def test_turned_round(tmp_path: Path) -> None:
+def test_big_endian_numbers(tmp_path: Path) -> None:
     numbers = torch.tensor([1.5, -2.0, 0.0])
     torch.save({"w": numbers}, tmp_path / "m.pt")
     agrees(found_in(big_endian(tmp_path / "m.pt", tmp_path / "big.pt", {"0": 4}))["w"], numbers)
 
 
 def test_segments_and_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that several threads read, and threads that read several tensors."""
+    """The statistics are right for tensors that several threads read, and for threads that read several tensors."""
     monkeypatch.setattr(values, "_SEGMENT", 4096)
     monkeypatch.setattr(values, "_ROOM", 1024)
     numbers = {f"{i}": torch.randn(n) for i, n in enumerate([1, 5000, 0, 3, 70_000, 1024, 2])}
@@ -107,7 +111,7 @@ def test_segments_and_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_one_view_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many names it has."""
+    """A view is read once, even if it has many names."""
     weight = torch.randn(100)
     torch.save({f"{i}": weight for i in range(50)}, tmp_path / "m.pt")
     read: list[tuple[int, int]] = []
@@ -117,7 +121,7 @@ def test_one_view_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_views_that_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elements of stride 0 are read once; windows that overlap are bounded."""
+    """Elements with stride 0 are read once. The size of overlapping windows is limited."""
     torch.save({"w": torch.ones(1).expand(1 << 40)}, tmp_path / "expanded.pt")
     found = found_in(tmp_path / "expanded.pt")["w"].values
     assert found and found.norm == 2.0**20 and found.mean == 1.0
@@ -128,7 +132,7 @@ def test_views_that_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_damaged_file_that_became_shorter(tmp_path: Path) -> None:
-    """Errors of threads come out."""
+    """Statistics and histograms are computed for an open file. If the file is truncated, an error is raised."""
     torch.save({"w": torch.ones(1000)}, tmp_path / "m.pt", _use_new_zipfile_serialization=False)
     path = tmp_path / "m.pt"
     checkpoint = path.read_bytes()
@@ -145,14 +149,14 @@ def test_a_damaged_file_that_became_shorter(tmp_path: Path) -> None:
 
 @pytest.fixture
 def diverged(here: Path) -> None:
-    """A file in which two tensors are not finite."""
+    """Write a file in which two tensors have values that are not finite."""
     state = {"a": torch.tensor([1.0, float("nan")]), "b": torch.tensor([float("-inf"), 2.0, 0.0]), "c": torch.ones(3)}
     torch.save(state, here / "m.pt")
 
 
 @pytest.mark.usefixtures("diverged")
 def test_in_text(command: Command) -> None:
-    """The answer stands above, the numbers in a column each."""
+    """The text begins with the result, followed by a column for each statistic."""
     said = command("inspect", "m.pt", "--values", out="NaN or inf in 2 of 3 tensors: a (1 NaN), b (1 inf)")
     assert "\nc\tfloat32\t3\tcpu\t12\t0\t0\t0\t1.0\t1.0\t1.0\t0.0\t1.7320508075688772\n" in said.out
     command("inspect", "m.pt", "--values", "--include", "c", out="all finite in 1 tensor")
@@ -171,7 +175,7 @@ def test_in_json(command: Command) -> None:
 
 @pytest.mark.usefixtures("diverged")
 def test_fail_on(command: Command) -> None:
-    """What is shown counts, and nothing else."""
+    """``--fail-on`` considers only the tensors that are shown. An unknown word is refused."""
     command("inspect", "m.pt", "--fail-on", "nan", status=1)
     command("inspect", "m.pt", "--fail-on", "NaN,inf", "--include", "b", status=1)
     command("inspect", "m.pt", "--fail-on", "nan", "--include", "b")
@@ -180,7 +184,7 @@ def test_fail_on(command: Command) -> None:
 
 
 def test_fail_on_a_tie_alone(here: Path, command: Command) -> None:
-    """What it is tied to is not shown, and its numbers are NaN all the same."""
+    """``--fail-on`` finds NaN in a tied tensor even if the tensor that it is tied to is not shown."""
     w = torch.tensor([float("nan")])
     torch.save({"a": w, "tied": w}, here / "ties.pt")
     command("inspect", "ties.pt", "--fail-on", "nan", "--include", "tied", status=1)
@@ -188,7 +192,9 @@ def test_fail_on_a_tie_alone(here: Path, command: Command) -> None:
 
 
 def test_in_a_difference(here: Path, command: Command) -> None:
-    """Both sides of what differs, and of nothing else; each as inspect says it."""
+    """A difference contains the statistics of both sides for each differing tensor, as ``inspect`` reports them, and
+    for no other tensor.
+    """
     torch.save({"w": torch.tensor([1.0, 3.0]), "same": torch.ones(2), "s": torch.ones(2)}, here / "a.pt")
     torch.save({"w": torch.tensor([float("nan"), 5.0]), "same": torch.ones(2), "s": torch.ones(3)}, here / "b.pt")
     found = {each.path: each.statistics for each in ckptconv.diff("a.pt", "b.pt", values=True).differing}
@@ -217,8 +223,8 @@ A_AND_B: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", A_AND_B)
 @pytest.mark.parametrize("rtol", [0.0, 0.01])
-def test_how_far_apart_in_bins(name: str, rtol: float, tmp_path: Path) -> None:
-    """Each finite element that is not equal is in the bin of its distance; those within the tolerance too."""
+def test_histogram_of_distances(name: str, rtol: float, tmp_path: Path) -> None:
+    """Each finite element that differs, also within the tolerance, is in the bin of its distance."""
     a, b = A_AND_B[name]
     for tensor, file in ((a, "a.pt"), (b, "b.pt")):
         torch.save({"w": tensor, "beside": torch.tensor([float(file == "a.pt")])}, tmp_path / file)
@@ -234,8 +240,10 @@ def test_how_far_apart_in_bins(name: str, rtol: float, tmp_path: Path) -> None:
     assert ckptconv.diff(tmp_path / "a.pt", tmp_path / "b.pt").differing[0].values.histogram is None  # type: ignore[union-attr]
 
 
-def test_bins_of_a_difference_in_words(here: Path, command: Command) -> None:
-    """As bars beside the tensor, as counts in JSON; none where bits are no numbers."""
+def test_histogram_of_a_difference_in_each_output(here: Path, command: Command) -> None:
+    """The distances are shown as bars next to the tensor, and as counts in JSON. Dtypes that are not numbers
+    have none.
+    """
     torch.save({"w": torch.zeros(4), "bits": torch.zeros(2, dtype=torch.uint8).view(torch.bits8)}, here / "a.pt")
     b = {"w": torch.tensor([1.0, 2.0, 2.0, 0.0]), "bits": torch.ones(2, dtype=torch.uint8).view(torch.bits8)}
     torch.save(b, here / "b.pt")

@@ -1,4 +1,4 @@
-"""``verify``: everything that is wrong is found, not the first fault alone, and what is sound is said to be."""
+"""``verify``: every fault is found, not only the first one, and undamaged files pass."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ STATE = {f"w{i}": torch.arange(12.0).reshape(3, 4) + i for i in range(4)}
 
 @pytest.fixture
 def sound(tmp_path: Path) -> Path:
-    """A checkpoint of four tensors, by torch."""
+    """Return a checkpoint of four tensors that torch has saved."""
     return saved_at(tmp_path / "model.pt", STATE)
 
 
@@ -66,7 +66,7 @@ def written(path: Path, data: bytes) -> Path:
 
 
 def damaged(path: Path, *names: str) -> Path:
-    """The file at `path` with a bit turned in each of these records."""
+    """Flip a bit in each of the records `names` of the file at `path`, and return `path`."""
     data = path.read_bytes()
     for name in names:
         data = flipped(data, data_of(data, name))
@@ -74,7 +74,7 @@ def damaged(path: Path, *names: str) -> Path:
 
 
 def lines_of(verdict: Verdict) -> list[str]:
-    """What is damaged, or could not be read."""
+    """Return the findings of the levels 'damaged' and 'not checked' as lines."""
     return [str(finding) for finding in verdict.findings if finding.level in ("damaged", "not checked")]
 
 
@@ -83,23 +83,25 @@ def levels_of(verdict: Verdict) -> list[str]:
 
 
 def assert_said(lines: list[str], *words: str) -> None:
-    """Each of the `lines` has its words, and there are no others."""
+    """Check that each of the `lines` contains the text at the same position in `words`, and that there are no other
+    lines.
+    """
     assert [word if word in line else line for word, line in zip(words, lines, strict=True)] == [*words]
 
 
 def legacy_start() -> bytes:
-    """What stands before the object in a file from before torch 1.6."""
+    """Return the bytes before the object in a file from before torch 1.6."""
     data = saved(0, _use_new_zipfile_serialization=False)
     return data[: data.index(b"\x80\x02K\0.")]
 
 
 @pytest.fixture
 def run(command: Command) -> Command:
-    """``ckptconv verify`` with the words that are given."""
+    """Return a function that runs ``ckptconv verify`` with the given arguments."""
     return command.of("verify")
 
 
-# What is sound
+# Undamaged files
 
 
 RECORDS = (
@@ -109,7 +111,7 @@ RECORDS = (
 
 
 def test_every_record_is_compared(sound: Path) -> None:
-    """All records of a zip have checksums, and each is looked at."""
+    """Every record of a zip is compared with its checksum."""
     verdict = verify(sound)
     assert (verdict.ok, verdict.format, verdict.findings) == (True, "torch zip", ())
     assert (verdict.safety, verdict.checked) == ("loads with weights_only=True", len(RECORDS))
@@ -121,7 +123,7 @@ def test_every_record_is_compared(sound: Path) -> None:
 
 
 def test_a_sound_safetensors_file(tmp_path: Path) -> None:
-    """It has no checksums, which is said, and no code."""
+    """A safetensors file passes. A note reports that it has no checksums."""
     save_file(STATE, tmp_path / "m.safetensors")
     verdict = verify(tmp_path / "m.safetensors")
     assert (verdict.ok, verdict.checked) == (True, 0)
@@ -130,18 +132,18 @@ def test_a_sound_safetensors_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_what_we_write_is_sound(sound: Path, suffix: str) -> None:
-    """Of each of our writers."""
+def test_output_of_conversions_passes(sound: Path, suffix: str) -> None:
+    """The output of a conversion passes."""
     target = sound.with_name("out" + suffix)
     convert(sound, target, map_location="cuda:1")
     assert verify(target).ok
 
 
-# All findings, and not the first
+# All findings, not only the first one
 
 
 def test_all_damaged_records_are_listed(sound: Path) -> None:
-    """Two storages and a small record."""
+    """All damaged records are listed, storages and small records."""
     verdict = verify(damaged(sound, "model/data/1", "model/data/3", "model/version"))
     assert [line.split(": ")[2] for line in lines_of(verdict)] == ["version", "data/1", "data/3"]
     assert not verdict.ok
@@ -151,7 +153,7 @@ def test_all_damaged_records_are_listed(sound: Path) -> None:
 
 
 def test_headers_that_disagree_hide_no_checksum(sound: Path) -> None:
-    """Two members with wrong local headers, a third with wrong bytes."""
+    """Members with wrong local headers are reported, together with the wrong checksum of another member."""
     data = damaged(sound, "model/data/1").read_bytes()
     data = in_header(data, "local", "model/data/0", "flags", 1)
     data = in_header(data, "local", "model/data/2", "method", 8)
@@ -164,14 +166,14 @@ def test_headers_that_disagree_hide_no_checksum(sound: Path) -> None:
 
 
 def test_a_member_without_a_header_is_said_once(sound: Path) -> None:
-    """What its absence would lead to is no finding of its own."""
+    """A member without a local header gives one finding, and no findings about the consequences."""
     data = sound.read_bytes()
     without = flipped(data, local_header(data, "model/data/2"))
     assert_said(lines_of(verify(written(sound, without))), "'model/data/2' has no local header")
 
 
 def test_a_broken_pickle_hides_no_damage(sound: Path) -> None:
-    """The pickle's checksum, what is wrong in it, and the damage to a storage."""
+    """The findings are the wrong checksum of the pickle, its unknown opcode, and the damage to a storage."""
     data = damaged(sound, "model/data/3").read_bytes()
     data = patched(data, data_of(data, "model/data.pkl") + 2, "<B", 0xFF)
     lines = lines_of(verify(written(sound, data)))
@@ -179,7 +181,7 @@ def test_a_broken_pickle_hides_no_damage(sound: Path) -> None:
 
 
 def test_all_wrong_storages_and_tensors_are_listed(tmp_path: Path) -> None:
-    """Tensors out of bounds, a storage that is not there, one of another size."""
+    """Each tensor that exceeds its storage, a missing storage, and a storage of another size are listed."""
     pickle = dict_of(
         text("a"),
         tensor(shape=(5,)),
@@ -203,7 +205,9 @@ def test_all_wrong_storages_and_tensors_are_listed(tmp_path: Path) -> None:
 
 
 def test_all_wrong_tensors_of_a_safetensors_header_are_listed(tmp_path: Path) -> None:
-    """An unknown dtype and a wrong size; where all are known, each hole."""
+    """Each tensor with an unknown dtype or a wrong size is listed. If there are none, each hole or overlap is
+    listed.
+    """
     good = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
     def file_of(**entries: dict[str, Any]) -> Path:
@@ -218,7 +222,7 @@ def test_all_wrong_tensors_of_a_safetensors_header_are_listed(tmp_path: Path) ->
 
 
 def a_set(folder: Path, *, safe: bool) -> tuple[Path, list[Path]]:
-    """The index and the four shards of a set in `folder`."""
+    """Write a set of four shards to `folder`, and return its index and the shards."""
     state = {f"w{i}": torch.arange(50.0) for i in range(8)}
     save_torch_state_dict(state, folder, max_shard_size=450, safe_serialization=safe)
     assert verify(folder).ok
@@ -230,7 +234,7 @@ def a_set(folder: Path, *, safe: bool) -> tuple[Path, list[Path]]:
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_all_that_is_wrong_with_a_set_is_listed(tmp_path: Path, safe: bool) -> None:
-    """A shard that is missing, one that is damaged, a name that the index has elsewhere."""
+    """A missing shard, a damaged one, and a name that differs from the index are all listed."""
     index, shards = a_set(tmp_path, safe=safe)
     shards[0].unlink()
     shards[1].write_bytes(shards[1].read_bytes()[:-1])
@@ -245,7 +249,7 @@ def test_all_that_is_wrong_with_a_set_is_listed(tmp_path: Path, safe: bool) -> N
 
 
 def test_shards_without_an_index(tmp_path: Path) -> None:
-    """One is missing, another damaged."""
+    """Without an index, a missing shard and a damaged one are listed."""
     index, shards = a_set(tmp_path, safe=False)
     index.unlink()
     shards[0].unlink()
@@ -257,14 +261,14 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
 
 @pytest.fixture
 def chunks(ranks: Path, tmp_path: Path) -> list[Path]:
-    """The files of chunks that four processes wrote, in a folder of their own."""
+    """Return the files of chunks that four processes wrote, in a folder of their own."""
     shutil.copytree(ranks / "rows", tmp_path / "dcp")
     assert not verify(tmp_path / "dcp").findings
     return sorted((tmp_path / "dcp").glob("*.distcp"))
 
 
 def test_all_damaged_chunks_of_a_run_are_listed(chunks: list[Path]) -> None:
-    """Every storage that four processes wrote is compared with its checksum, those of files that look alike too."""
+    """Every storage that four processes wrote is compared with its checksum, also in files that look alike."""
     data = chunks[0].read_bytes()
     ends = [match.end() + 18 for match in re.finditer(b"PK\x05\x06", data)]
     assert len(ends) > 1
@@ -276,7 +280,7 @@ def test_all_damaged_chunks_of_a_run_are_listed(chunks: list[Path]) -> None:
 
 
 def _storage_at(data: bytes, start: int) -> int:
-    """The first byte of the storage in the file of torch that begins at `start`."""
+    """Return the position of the storage in torch's file that begins at `start` in `data`."""
     at = data.index(b"/data/0", start)
     header = data.rindex(b"PK\x03\x04", start, at)
     name, extra = struct.unpack_from("<HH", data, header + 26)
@@ -284,7 +288,7 @@ def _storage_at(data: bytes, start: int) -> int:
 
 
 def test_a_damaged_item_of_a_run_hides_no_other(chunks: list[Path]) -> None:
-    """A missing file is one finding, and the items in the others are still looked at."""
+    """A missing file is one finding. The items in the other files are still checked."""
     first, *_, last = chunks
     data = last.read_bytes()
     last.write_bytes(flipped(data, _storage_at(data, 0)))
@@ -295,8 +299,8 @@ def test_a_damaged_item_of_a_run_hides_no_other(chunks: list[Path]) -> None:
 
 
 def test_a_run_that_is_damaged_needs_no_code(chunks: list[Path]) -> None:
-    """What its metadata names is torch's own, whether a chunk is damaged or not;
-    bytes that belong to no member are noted.
+    """A folder of chunks has no finding about code, whether a chunk is damaged or not, because its metadata uses only
+    classes of torch. Bytes that belong to no item are noted.
     """
     first, *_, last = chunks
     first.write_bytes(first.read_bytes() + b"more bytes")
@@ -307,7 +311,7 @@ def test_a_run_that_is_damaged_needs_no_code(chunks: list[Path]) -> None:
 
 
 def test_deflated_records_are_inflated(tmp_path: Path) -> None:
-    """A stream that is damaged, and one that is longer than its record says."""
+    """A damaged deflate stream is reported."""
     data = rezipped(saved({"w": torch.zeros(1000)}), method=zipfile.ZIP_DEFLATED)
     path = written(tmp_path / "m.pt", data)
     assert verify(path).ok
@@ -316,7 +320,7 @@ def test_deflated_records_are_inflated(tmp_path: Path) -> None:
 
 
 def test_lines_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Command) -> None:
-    """A file cannot fill the screen, and is not sound because nobody counts on."""
+    """Findings beyond the limit are counted but not listed, and the file fails."""
     monkeypatch.setattr(fault_sink, "LIMITS", replace(LIMITS, findings=2))
     items = [part for i in range(5) for part in (text(str(i)), tensor(shape=(5,)))]
     path = written(tmp_path / "m.pt", torch_zip_of(dict_of(*items)))
@@ -331,7 +335,7 @@ def test_lines_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_large_records_are_summed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
-    """Several pieces give the checksum of the whole, with zlib and with what is faster."""
+    """The checksum of several pieces is that of the complete record, with zlib and with the faster library."""
     crc32 = pytest.importorskip("zlib_ng.zlib_ng").crc32 if fast else zlib.crc32
     monkeypatch.setattr(checksums, "crc32_for_much", lambda: crc32)
     monkeypatch.setattr(checksums, "_WORTH_FASTER", 1)
@@ -343,7 +347,7 @@ def test_large_records_are_summed_in_pieces(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_without_the_faster_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """zlib's own is taken."""
+    """Without the faster library, zlib is used."""
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "zlib_ng", None)
         patch.setitem(sys.modules, "zlib_ng.zlib_ng", None)
@@ -353,7 +357,7 @@ def test_without_the_faster_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_read_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bad sector under one storage: the others are still compared."""
+    """A storage that cannot be read is a finding. The other storages are still compared."""
     sound = saved_at(tmp_path / "model.pt", {str(i): torch.ones(2000) for i in range(4)})
     bad, real = data_of(sound.read_bytes(), "model/data/1"), os.preadv
     damaged(sound, "model/data/3")
@@ -368,7 +372,7 @@ def test_what_cannot_be_read_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_file_that_changes_meanwhile(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compared may not be what is there."""
+    """A file that changes while it is checked is reported."""
 
     def check(*args: object) -> None:
         with sound.open("ab") as file:
@@ -379,7 +383,9 @@ def test_a_file_that_changes_meanwhile(sound: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_sha256(sound: Path, run: Command) -> None:
-    """That of the whole file, in digits of either case; others than it are damage, and what is none a usage error."""
+    """The SHA-256 of the complete file is accepted in lower and upper case. Another value is damage. An invalid value,
+    and a value for several paths, are usage errors.
+    """
     right = hashlib.sha256(sound.read_bytes()).hexdigest()
     assert verify(sound, expect_sha256=right.upper()).ok
     (finding,) = verify(sound, expect_sha256="0" * 64).findings
@@ -393,7 +399,7 @@ def test_sha256(sound: Path, run: Command) -> None:
 
 
 def test_progress(sound: Path) -> None:
-    """All bytes that are compared are counted."""
+    """The progress function receives the number of all bytes that are compared."""
     sizes: list[int] = []
     counts: list[int] = []
 
@@ -406,15 +412,15 @@ def test_progress(sound: Path) -> None:
     assert sizes == [verdict.nbytes] == [sum(counts)]
 
 
-# What is said
+# Output
 
 
 class Custom:
-    """What torch's safe loader does not know."""
+    """A class that torch's safe loader does not know."""
 
 
 def test_needs_code(tmp_path: Path, run: Command) -> None:
-    """Is listed with its path, and not ok where one is strict."""
+    """A class that the safe loader refuses is listed with its path. The file fails only with ``--strict``."""
     path = written(tmp_path / "m.pt", saved({"args": {"x": Custom()}}))
     verdict = verify(path)
     assert (verdict.ok, levels_of(verdict)) == (True, ["needs code"])
@@ -424,7 +430,7 @@ def test_needs_code(tmp_path: Path, run: Command) -> None:
     run(path, "--strict", status=1)
 
 
-#: What makes a checkpoint, and why it is not proved to load; None: it is, or it has no pickle.
+#: Functions that write a checkpoint, and the reason why it is not proved to load, or None.
 PROVED: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "a zip": (lambda path: torch.save(STATE, path), None),
     "the older format": (lambda path: torch.save(STATE, path, _use_new_zipfile_serialization=False), None),
@@ -445,8 +451,8 @@ PROVED: dict[str, tuple[Callable[[Path], object], str | None]] = {
 
 @pytest.mark.parametrize("kind", PROVED)
 def test_strict(kind: str, tmp_path: Path, run: Command) -> None:
-    """What is not proved to load with weights_only=True, and has a pickle, fails, with the reason and the version whose
-    rules were asked; without --strict it is ok.
+    """With ``--strict``, a file with a pickle fails if it is not proved to load with weights_only=True. The finding
+    contains the reason and the version whose rules apply. Without ``--strict`` the file passes.
     """
     make, why = PROVED[kind]
     path = tmp_path / "m.pt"
@@ -477,9 +483,9 @@ BROKEN = dict_of(text("a"), CALL, text("b"), b"\xff")
     ],
     ids=["dangerous", "damaged zip", "damaged legacy", "damaged pickle", "pickle without tensors", "not read"],
 )
-def test_what_is_not_ok(tmp_path: Path, data: bytes, levels: list[str], safety: str | None, run: Command) -> None:
-    """A dangerous call is listed, also one before the place at which the pickle breaks: it runs when the file is
-    loaded. What this version does not read is not called sound.
+def test_files_that_fail(tmp_path: Path, data: bytes, levels: list[str], safety: str | None, run: Command) -> None:
+    """A dangerous call is listed, even if the pickle breaks after it, because it runs when the file is loaded. A file
+    in a format that this version does not read fails.
     """
     path = written(tmp_path / "m.pt", data)
     verdict = verify(path)
@@ -489,13 +495,13 @@ def test_what_is_not_ok(tmp_path: Path, data: bytes, levels: list[str], safety: 
 
 
 def test_a_danger_has_its_path(tmp_path: Path) -> None:
-    """Where the file says it."""
+    """A dangerous call is listed with its path."""
     path = written(tmp_path / "m.pt", torch_zip_of(dict_of(text("a"), CALL), {}))
     assert "at a" in str(verify(path).findings[0])
 
 
-def test_nothing_there(tmp_path: Path, run: Command) -> None:
-    """An error, and no verdict."""
+def test_a_missing_file(tmp_path: Path, run: Command) -> None:
+    """A missing file is an error, also in the JSON output."""
     with pytest.raises(InputError, match="No such file"):
         verify(tmp_path / "none.pt")
     run(tmp_path / "none.pt", tmp_path, status=1)
@@ -504,7 +510,7 @@ def test_nothing_there(tmp_path: Path, run: Command) -> None:
 
 
 def test_an_empty_path(sound: Path, monkeypatch: pytest.MonkeyPatch, run: Command) -> None:
-    """Is not the folder that we are in: a variable of a shell that is not set would be called sound."""
+    """An empty path is an error, not the current folder. An unset variable of a shell would otherwise pass."""
     monkeypatch.chdir(sound.parent)
     run("", status=1)
 
@@ -528,7 +534,7 @@ def test_an_empty_path(sound: Path, monkeypatch: pytest.MonkeyPatch, run: Comman
     ids=["zip", "code", "legacy"],
 )
 def test_the_last_line(here: Path, make: Callable[[str], None], line: str, run: Command) -> None:
-    """Says what it is, what was compared, and what loading it takes."""
+    """The last line contains the format, the number of checksums, and the conditions for loading."""
     make("m.pt")
     last = run("m.pt").out.splitlines()[-1]
     without_size = re.sub(r" \([0-9.]+ k?B\)", "", last)
@@ -536,7 +542,7 @@ def test_the_last_line(here: Path, make: Callable[[str], None], line: str, run: 
 
 
 def test_findings_with_the_same_hint_are_above_one_line() -> None:
-    """The remedy is on a line of its own, below the last finding that it is for."""
+    """A hint is printed once, below the last of the consecutive findings that share it."""
     what = {"os.system": "do not load it", "nt.system": "do not load it", "data/0": None, "builtins.eval": "look"}
     findings = tuple(verification.Finding("dangerous", name, "a.pt", hint=hint) for name, hint in what.items())
     lines = [*verdict_lines(Verdict("a.pt", "torch zip", "dangerous", 0, 0, findings))]
@@ -551,7 +557,9 @@ def test_findings_with_the_same_hint_are_above_one_line() -> None:
 
 
 def test_json_and_quiet_and_verbose(sound: Path, run: Command) -> None:
-    """One object for each path; nothing where nothing is wrong; notes."""
+    """``--json`` prints one object for each path, ``-q`` prints nothing for a file that passes, and ``-v`` prints
+    notes.
+    """
     bad = damaged(Path(shutil.copy(sound, sound.with_name("bad.pt"))), "model/data/0")
     first, second = map(json.loads, run(sound, bad, "--json", status=1).out.splitlines())
     assert (first["schema_version"], first["ok"], second["ok"]) == (1, True, False)
@@ -565,8 +573,8 @@ def test_json_and_quiet_and_verbose(sound: Path, run: Command) -> None:
     assert run(plain, "-v").out.splitlines()[1:-1] == ["  --expect-sha256 compares the whole file"]
 
 
-def test_a_folder_is_all_checkpoints_in_it(sound: Path, run: Command) -> None:
-    """And one that cannot be opened stops no other."""
+def test_all_checkpoints_of_a_folder_are_checked(sound: Path, run: Command) -> None:
+    """All checkpoints in a folder are checked, also those after one that cannot be opened."""
     inner = sound.parent / "run"
     (inner / "set").mkdir(parents=True)
     save_torch_state_dict({f"w{i}": torch.arange(50.0) for i in range(4)}, inner / "set", max_shard_size=450)
@@ -581,7 +589,7 @@ def test_a_folder_is_all_checkpoints_in_it(sound: Path, run: Command) -> None:
 
 @pytest.mark.parametrize("data", [b"cos\nsystem\n(Vtrue\ntR.", b"\x80\x04cos\nsystem\n)R.", b"\x80\x02N."])
 def test_pickles_by_any_name_in_a_folder(sound: Path, run: Command, data: bytes) -> None:
-    """Somebody loads them; what is no pickle is passed over."""
+    """Pickles with any name are checked, because a program may load them. Other files are ignored."""
     for name, other in {"merges.txt": b"#version: 0.2\n", "config.json": b"{}", "vocab": b"", "x.npy": b"S."}.items():
         (sound.parent / name).write_bytes(other)
     assert "1 checkpoint" not in run(sound.parent).out
@@ -591,14 +599,14 @@ def test_pickles_by_any_name_in_a_folder(sound: Path, run: Command, data: bytes)
 
 
 def test_a_folder_without_checkpoints(tmp_path: Path, run: Command) -> None:
-    """Is an error: nobody wants to hear that nothing is wrong with nothing."""
+    """A folder without checkpoints is an error."""
     (tmp_path / "notes.txt").write_text("no checkpoint")
     run(tmp_path, status=1)
 
 
 @pytest.mark.parametrize("version", [None, b"", b"three\n"])
 def test_a_zip_without_a_version(tmp_path: Path, version: bytes | None) -> None:
-    """Is one that torch does not read either."""
+    """A zip without a valid version fails and cannot be converted, because torch does not read it."""
     records = {"m/data.pkl": b"\x80\x02N."} | ({} if version is None else {"m/version": version})
     path = written(tmp_path / "m.pt", zip_of(records))
     with pytest.raises(RuntimeError):
@@ -609,7 +617,9 @@ def test_a_zip_without_a_version(tmp_path: Path, version: bytes | None) -> None:
 
 
 def test_a_damaged_plain_pickle_is_not_dangerous(tmp_path: Path) -> None:
-    """The call by which torch says each storage there is what every such file has."""
+    """A damaged plain pickle is not dangerous: every such file contains the call with which torch stores each
+    storage.
+    """
     bytes_of = saved(torch.arange(4.0)._typed_storage())
     bytes_of = flipped(bytes_of, bytes_of.index(torch.arange(4.0).numpy().tobytes()))
     loaded = b"ctorch.storage\n_load_from_bytes\n(B" + struct.pack("<I", len(bytes_of)) + bytes_of + b"tR"

@@ -12,7 +12,7 @@ from ckptconv.byteranges.sources import Source
 
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Source]:
-    """Five blocks and a bit of bytes, no two blocks alike."""
+    """Yield a source of slightly more than five blocks, all different."""
     path = tmp_path / "src"
     path.write_bytes(b"".join(i.to_bytes(3, "big") for i in range(7000)))
     with Source(path) as source:

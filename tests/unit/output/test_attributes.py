@@ -1,4 +1,6 @@
-"""What is replaced hands on its owner, group, permissions, access control list and attributes, and nobody gets more."""
+"""A replaced file keeps its owner, group, permissions, access control list and extended attributes. Nobody gets more
+access.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,19 @@ NOBODY = 65534
 
 
 def acl(nobody: int, mask: int = 7) -> bytes:
-    """A list of mode 0644 in which the user nobody has the permissions `nobody`."""
+    """Return an access control list of mode 0644 in which the user nobody has the permissions `nobody`."""
     entries = [(1, 6, -1), (2, nobody, NOBODY), (4, 4, -1), (16, mask, -1), (32, 4, -1)]
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
 
 
 def attributes(path: Path) -> dict[str, bytes]:
-    """All extended attributes of `path`."""
+    """Return all extended attributes of `path`."""
     return {name: os.getxattr(path, name) for name in os.listxattr(path)}
 
 
 @pytest.fixture(autouse=True)
 def _need_lists(tmp_path: Path) -> None:
-    """Skip where there are no access control lists or attributes."""
+    """Skip the test if the filesystem has no access control lists or extended attributes."""
     try:
         os.setxattr(tmp_path, "user.test", b"")
         os.setxattr(tmp_path, ACCESS, acl(7))
@@ -49,14 +51,16 @@ def _need_lists(tmp_path: Path) -> None:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """A folder in which new files are open to the user nobody."""
+    """Return a folder in which the user nobody has access to new files."""
     (tmp_path / "out").mkdir()
     os.setxattr(tmp_path / "out", DEFAULT, acl(7))
     return tmp_path / "out"
 
 
 def old_file(path: Path, mode: int = 0o640, **given: bytes) -> Path:
-    """A file at `path` that has the attributes `given`, of those of the folder's default none."""
+    """Write a file to `path` with the attributes `given` and without those from the default of its folder. Return
+    `path`.
+    """
     path.write_bytes(b"old")
     for name in os.listxattr(path):
         os.removexattr(path, name)
@@ -67,7 +71,9 @@ def old_file(path: Path, mode: int = 0o640, **given: bytes) -> Path:
 
 
 def test_a_replaced_file_keeps_its_list_and_attributes(out: Path, fixtures: Path) -> None:
-    """A user whom the list shuts out stays shut out, also while the file is written."""
+    """A replaced file keeps its access control list, extended attributes and mode. The temporary file has them too
+    while it is written, so an excluded user never has access.
+    """
     target = old_file(out / "a.pt", **{ACCESS: acl(0), "user.note": b"mine"})
     before = attributes(target), target.stat().st_mode
     seen = []
@@ -84,7 +90,7 @@ def test_a_replaced_file_keeps_its_list_and_attributes(out: Path, fixtures: Path
 
 
 def test_a_replaced_file_inherits_no_list(out: Path, fixtures: Path) -> None:
-    """A file without a list has none afterwards, whatever the folder gives to new files."""
+    """A file without an access control list has none after it is replaced, although the folder has a default list."""
     target = old_file(out / "a.pt")
     convert(fixtures / "cuda0.pt", target, map_location="cpu", force=True)
     assert (attributes(target), stat.S_IMODE(target.stat().st_mode)) == ({}, 0o640)
@@ -93,7 +99,9 @@ def test_a_replaced_file_inherits_no_list(out: Path, fixtures: Path) -> None:
 @pytest.mark.skipif(not shutil.which("cp"), reason="there is no cp")
 @pytest.mark.parametrize("folder", ["out", "."])
 def test_a_new_file_is_as_open_as_that_of_cp(tmp_path: Path, out: Path, fixtures: Path, folder: str) -> None:
-    """It gets the folder's default list, and not the list or attributes of its source."""
+    """A new file has the permissions and the list that ``cp`` gives it: the default list of the folder, and nothing
+    from the source.
+    """
     src = Path(shutil.copy(fixtures / "cuda0.pt", tmp_path / "src.pt"))
     os.setxattr(src, ACCESS, acl(0))
     os.setxattr(src, "user.note", b"mine")
@@ -106,7 +114,9 @@ def test_a_new_file_is_as_open_as_that_of_cp(tmp_path: Path, out: Path, fixtures
 
 
 def test_a_replaced_folder_keeps_its_lists(out: Path, source: Source) -> None:
-    """So do the folders in it, and what is new in them gets what they give to new files."""
+    """A replaced folder and the folders in it keep their lists and modes. New files in them get the default list of
+    their folder.
+    """
     target = out / "model"
     (target / "inner").mkdir(parents=True)
     kept = old_file(target / "inner" / "kept", **{ACCESS: acl(0)})
@@ -130,7 +140,9 @@ def test_a_replaced_folder_keeps_its_lists(out: Path, source: Source) -> None:
 def test_what_cannot_be_kept_is_said_before_anything_is_written(
     out: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch, call: str, name: str
 ) -> None:
-    """The old file stays, with its list, and the message says what of it is in the way."""
+    """If the list or an attribute cannot be kept, the error names it. Nothing is written, and the old file keeps its
+    content and attributes.
+    """
     target = old_file(out / "a.pt", **{name: acl(0)} if call != "removexattr" else {})
     before = attributes(target)
     real = getattr(os, call)
@@ -152,7 +164,7 @@ def test_what_cannot_be_kept_is_said_before_anything_is_written(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_replaced_file_keeps_its_owner(out: Path, source: Source) -> None:
-    """Root takes no file from anybody."""
+    """A file that root replaces keeps its owner, group and mode."""
     target = old_file(out / "a.pt")
     os.chown(target, NOBODY, NOBODY)
     target.chmod(0o640)
@@ -166,7 +178,7 @@ def test_a_replaced_file_keeps_its_owner(out: Path, source: Source) -> None:
 def test_another_group_gets_what_everybody_has(
     out: Path, source: Source, monkeypatch: pytest.MonkeyPatch, mode: int, kept: int
 ) -> None:
-    """Where we may not keep the group, the new file's own group can do no more than others."""
+    """If the group cannot be kept, the new group gets no more permissions than all other users."""
     target = old_file(out / "a.pt")
     os.chown(target, NOBODY, NOBODY)
     target.chmod(mode)
@@ -178,7 +190,9 @@ def test_another_group_gets_what_everybody_has(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_list_is_not_given_to_another_group(out: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the group cannot be kept, a list that says what the group may do is refused, and never set."""
+    """If the group cannot be kept, a file with an access control list that depends on it is refused. The list is never
+    set.
+    """
     target = old_file(out / "a.pt", **{ACCESS: acl(0)})
     os.chown(target, NOBODY, NOBODY)
     monkeypatch.setattr(os, "chown", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no")))

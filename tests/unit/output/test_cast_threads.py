@@ -1,5 +1,5 @@
-"""Threads that cast: the bytes and checksums do not depend on how many there are or what they hold; what goes wrong in
-one reaches the caller, and nothing stays behind.
+"""Threads that cast tensors: their number and their blocks change neither bytes nor checksums, errors in a thread reach
+the caller, and no thread remains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ OLD = b"the old output"
 
 @pytest.fixture(scope="module")
 def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Storages of odd sizes, one of them shared by views that go different ways; some numbers too large for float16."""
+    """Return a file with storages of odd sizes. Different casts apply to views of one storage, and some numbers are too
+    large for float16.
+    """
     path = tmp_path_factory.mktemp("workers") / "src.pt"
     generator = torch.manual_seed(1)
     base = torch.randn(123_457, generator=generator) * 3e4
@@ -63,26 +65,26 @@ RULES = ["fp16", "b=bf16"]
 
 @contextmanager
 def untouched(target: Path) -> Iterator[None]:
-    """After this context the old output is alone in its folder, and there is no thread more than before."""
+    """Check that after this context the folder contains only the old output, and that no new thread is left."""
     threads = threading.active_count()
     yield
     assert target.read_bytes() == OLD
     assert os.listdir(target.parent) == [target.name]
-    for _ in range(500):  # one that was being started when Ctrl-C came ends by itself
-        if threading.active_count() <= threads:  # fewer, where another test's has ended meanwhile
+    for _ in range(500):  # a thread that was being started at Ctrl-C ends on its own
+        if threading.active_count() <= threads:  # fewer if a thread of another test has ended
             return
         threading.Event().wait(0.01)
     raise AssertionError([thread.name for thread in threading.enumerate()])
 
 
-# The same bytes
+# Equal bytes
 
 
 @pytest.mark.parametrize("name", ["dst.pt", "dst.safetensors", "dst.pkl"])
 def test_blocks_and_threads_do_not_matter(
     name: str, src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Large blocks and tiny ones, one thread, many, and none at all: the same file, the same numbers too large."""
+    """The output and the reported overflows are the same for all sizes of the blocks and all numbers of threads."""
     found = set()
     for block, threads, worth, buffer in (
         (4 << 20, 4, 64 << 10, 4 << 20),
@@ -102,7 +104,7 @@ def test_blocks_and_threads_do_not_matter(
 
 
 def test_progress_reaches_the_size(src: Path, tmp_path: Path) -> None:
-    """What threads write is counted like the rest."""
+    """The progress includes the bytes that threads write."""
     moved: list[int] = []
     planned: list[int] = []
 
@@ -116,7 +118,7 @@ def test_progress_reaches_the_size(src: Path, tmp_path: Path) -> None:
 
 
 def test_a_system_that_gives_no_threads(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None at all, or no second one: the work is done all the same."""
+    """The output is the same if the system allows no thread, or only one or two."""
     ckptconv.convert(src, tmp_path / "wanted.pt", dtype=RULES)
     start = threading.Thread.start
     for most in (0, 1, 2):
@@ -134,11 +136,13 @@ def test_a_system_that_gives_no_threads(src: Path, tmp_path: Path, monkeypatch: 
         assert (tmp_path / "dst.pt").read_bytes() == (tmp_path / "wanted.pt").read_bytes()
 
 
-# What goes wrong
+# Errors
 
 
 def failing(original: Callable[..., Any], after: int, error: BaseException) -> Callable[..., Any]:
-    """`original`, which raises `error` in threads that cast, after so many calls."""
+    """Return `original` with a change: in threads that cast, it raises `error` when it has been called more than
+    `after` times.
+    """
     lock, calls = threading.Lock(), [0]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +176,9 @@ def test_an_error_in_a_thread(
     target: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Reading, writing, rounding: the caller gets it, the old output stays, no temporary, no thread."""
+    """An error while a thread reads, writes or casts reaches the caller. The old output stays, without a temporary file
+    or a thread.
+    """
     monkeypatch.setattr(transfer, "_CAST_BLOCK", 10_000)
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), after, error))
     with untouched(target), pytest.raises(raised):
@@ -180,7 +186,7 @@ def test_an_error_in_a_thread(
 
 
 def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends them, though most of their work is still to be done."""
+    """An error outside the threads stops them, even if most of their work is still to be done."""
     cast = transfer.CastThreads._cast
     begun = threading.Event()
     done: list[int] = []
@@ -204,9 +210,9 @@ def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytes
 
 
 def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a second thread is being started: whoever leaves waits for what the first is writing.
+    """After Ctrl-C while a second thread starts, the conversion waits until the first thread has finished its write.
 
-    The file is closed next.
+    The file is closed next, so nothing is written to it after that.
     """
     start, block, close = threading.Thread.start, transfer.CastThreads._cast, os.close
     events: list[str] = []
@@ -245,7 +251,7 @@ def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pyt
 
 
 def test_interrupted(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while threads cast: it reaches the caller, and nothing else is left."""
+    """Ctrl-C while threads cast raises KeyboardInterrupt in the caller. Only the old output is left."""
     cast = transfer.CastThreads._cast
 
     def interrupting(*args: Any) -> Any:
@@ -262,7 +268,7 @@ def test_interrupted(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_wrong_checksum_of_the_source(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a storage that several threads read, found from the sums of its blocks."""
+    """A wrong checksum of a storage that several threads read is found from the checksums of its blocks."""
     raw = torch.load(src)["c"].numpy().tobytes()
     damaged = src.with_name("damaged.pt")
     shutil.copy(src, damaged)
@@ -273,9 +279,7 @@ def test_a_wrong_checksum_of_the_source(src: Path, target: Path, monkeypatch: py
 
 
 def test_threads_are_for_pieces_that_are_worth_them(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small storages, views and deflated ones are cast where they are written; a
-    conversion without a cast imports none of it.
-    """
+    """Threads cast only large pieces. Small tensors and tensors without a cast are written without them."""
     begun: list[int] = []
     begin = transfer.CastThreads.begin
     monkeypatch.setattr(
@@ -293,13 +297,13 @@ def test_threads_are_for_pieces_that_are_worth_them(src: Path, tmp_path: Path, m
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_combined_is_zlibs_sum_of_both(first: bytes, second: bytes) -> None:
-    """Of any two parts, empty ones too."""
+    """The combined checksum is that of the concatenation, also for empty parts."""
     assert combined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
 @pytest.mark.parametrize("length", [1 << 20, (1 << 20) + 1, (1 << 22) - 3])
 def test_combined_of_long_parts(length: int) -> None:
-    """And of many, one behind another."""
+    """The checksums of several long parts can be combined one after the other."""
     part = bytes(range(256)) * (length // 256) + bytes(length % 256)
     total, at_once = 0, 0
     for _ in range(3):
@@ -309,7 +313,7 @@ def test_combined_of_long_parts(length: int) -> None:
 
 
 def test_combined_of_more_than_memory_holds() -> None:
-    """Zeros behind zeros: twice as many, forty times."""
+    """The combined checksum is right for parts of many gigabytes, which are too large for memory."""
     crc32, length = zlib.crc32(bytes(1024)), 1024
     for _ in range(12):
         crc32, length = combined(crc32, crc32, length), 2 * length

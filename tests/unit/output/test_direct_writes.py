@@ -1,4 +1,6 @@
-"""Writes around the page cache: the bytes are the same, and whatever is refused goes through it."""
+"""Writes that bypass the page cache: the output has the same bytes, and anything that cannot be written this way goes
+through the cache.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ from ckptconv.output.direct_writes import WINDOW
 from ckptconv.system import filesystem
 from tests.support.command import Command
 
-BYTES = 3 * WINDOW // 2  # of the tensor: one window, and a rest
+BYTES = 3 * WINDOW // 2  # bytes of the tensor: one window and a half
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="no O_DIRECT")
 
 
 @pytest.fixture(scope="module")
 def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that is mostly one tensor."""
+    """Return a file that consists mostly of one tensor."""
     path = tmp_path_factory.mktemp("direct") / "src.pt"
     torch.save({"w": torch.arange(BYTES // 4, dtype=torch.int32)}, path)
     return path
@@ -35,7 +37,7 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def direct_fds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on everything is large; the files that were opened to be written around the page cache."""
+    """Treat every file as large, and return a list to which the descriptors opened for direct writes are added."""
     fds: list[int] = []
     reopened = direct_writes._reopened
 
@@ -50,7 +52,7 @@ def direct_fds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def on_direct(fds: list[int], call: Callable[..., Any], real: Callable[..., Any] = os.pwrite) -> Callable[..., Any]:
-    """A stand-in for ``os.pwrite`` that is `call` for files that are written around the page cache."""
+    """Return a replacement for ``os.pwrite`` that uses `call` for the descriptors `fds` and `real` for all others."""
 
     def pwrite(fd: int, data: Any, at: int) -> Any:
         return (call if fd in fds else real)(fd, data, at)
@@ -59,7 +61,7 @@ def on_direct(fds: list[int], call: Callable[..., Any], real: Callable[..., Any]
 
 
 def failing(code: int) -> Callable[..., Any]:
-    """A stand-in for a call that fails with the error `code`."""
+    """Return a replacement for a system call that fails with the error `code`."""
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -75,23 +77,23 @@ def assert_right(src: Path, dst: Path) -> None:
 
 @pytest.mark.parametrize("old", [False, True])
 def test_the_same_bytes(src: Path, tmp_path: Path, direct_fds: list[int], old: bool) -> None:
-    """As through the page cache; the report says which way it went, and progress counts everything."""
+    """A direct write gives the right tensor, also in place of an old file, and the report contains ``direct``."""
     if old:
         (tmp_path / "dst.pt").write_bytes(b"old")
     report = convert(src, tmp_path / "dst.pt", map_location="cuda:0", verify=True, force=old)
     assert report.direct
     assert report.as_dict()["direct"] is True
-    assert len(direct_fds) == 2  # of which one was a probe
+    assert len(direct_fds) == 2  # one of them is a probe
     assert_right(src, tmp_path / "dst.pt")
 
 
-def test_what_is_small_is_not(src: Path, tmp_path: Path, command: Command) -> None:
-    """Beside the memory that there is."""
+def test_small_files_are_not_written_directly(src: Path, tmp_path: Path, command: Command) -> None:
+    """A file that is small in comparison with the memory is not written directly."""
     assert command.json("convert", src, tmp_path / "dst.pt", "--to", "cuda:0")["direct"] is False
 
 
-def test_what_is_computed_is_not(src: Path, tmp_path: Path, direct_fds: list[int]) -> None:
-    """Nor what stands at other places modulo a block."""
+def test_casts_are_not_written_directly(src: Path, tmp_path: Path, direct_fds: list[int]) -> None:
+    """Tensors that are cast are not written directly."""
     torch.save({"w": torch.randn(1000)}, tmp_path / "float.pt")
     assert not convert(tmp_path / "float.pt", tmp_path / "dst.pt", dtype="bf16").direct
     assert not direct_fds
@@ -101,7 +103,7 @@ def test_what_is_computed_is_not(src: Path, tmp_path: Path, direct_fds: list[int
 def test_where_it_cannot_be_opened(
     src: Path, tmp_path: Path, direct_fds: list[int], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the probe, or only later."""
+    """If the output cannot be opened for direct writes, at the probe or later, it is written through the page cache."""
 
     def refuse(_: int) -> int:
         raise OSError(code, os.strerror(code))
@@ -118,7 +120,7 @@ def test_where_it_cannot_be_opened(
 def test_where_a_write_is_refused(
     src: Path, tmp_path: Path, direct_fds: list[int], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes through the page cache."""
+    """If a direct write is refused, the bytes are written through the page cache."""
 
     monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, failing(code)))
     convert(src, tmp_path / "dst.pt", map_location="cuda:0")
@@ -128,7 +130,7 @@ def test_where_a_write_is_refused(
 def test_from_another_filesystem(
     src: Path, tmp_path: Path, direct_fds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the kernel copies nothing between the files, whole blocks still go around the page cache."""
+    """If the kernel cannot copy between the files, complete blocks are still written directly."""
     lengths: list[int] = []
     real = os.pwrite
 
@@ -147,7 +149,7 @@ def test_from_another_filesystem(
 def test_where_the_source_cannot_be_mapped(
     src: Path, tmp_path: Path, direct_fds: list[int], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are filesystems without, and limits: it is read, as ever."""
+    """If the source cannot be mapped, because of its filesystem or a limit, it is read."""
 
     monkeypatch.setattr(mmap, "mmap", failing(code))
     convert(src, tmp_path / "dst.pt", map_location="cuda:0")
@@ -156,7 +158,7 @@ def test_where_the_source_cannot_be_mapped(
 
 
 def test_short_writes(src: Path, tmp_path: Path, direct_fds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left is written too, wherever the first part ended."""
+    """After a short write, the remaining bytes are written too."""
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, lambda fd, data, at: real(fd, data[:1_000_448], at)))
     convert(src, tmp_path / "dst.pt", map_location="cuda:0")
@@ -167,7 +169,7 @@ def test_short_writes(src: Path, tmp_path: Path, direct_fds: list[int], monkeypa
 def test_a_failing_write(
     src: Path, tmp_path: Path, direct_fds: list[int], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old output stays, and nothing beside it."""
+    """If a write fails, the old output stays, and no other file is left."""
     (tmp_path / "dst.pt").write_bytes(b"old")
 
     monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, failing(code)))
@@ -180,7 +182,7 @@ def test_a_failing_write(
 def test_an_input_that_becomes_shorter(
     src: Path, tmp_path: Path, direct_fds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it is mapped, or after: an error, and no signal."""
+    """A source that is truncated before or after it is mapped gives an error, not a signal."""
     real = os.pwrite
     for before in (True, False):
         shrinking = tmp_path / "src.pt"
@@ -201,7 +203,7 @@ def test_an_input_that_becomes_shorter(
 
 
 def test_no_threads(src: Path, tmp_path: Path, direct_fds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system gives no more, one window is written after another."""
+    """Without threads, the windows are written one after the other."""
 
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -214,7 +216,7 @@ def test_no_threads(src: Path, tmp_path: Path, direct_fds: list[int], monkeypatc
 def test_shared_blocks_are_better(
     src: Path, tmp_path: Path, direct_fds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the filesystem shares them, nothing is written."""
+    """If the filesystem shares blocks, nothing is written directly."""
     monkeypatch.setattr(filesystem, "share_block", lambda *_: True)
     assert not convert(src, tmp_path / "dst.pt", map_location="cuda:0").direct
 
@@ -244,7 +246,9 @@ def test_shared_blocks_are_better(
     ],
 )
 def test_available_memory(files: dict[str, str], available: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of what the system and the control groups, of both versions, give; much where nobody says it."""
+    """The available memory is the smallest limit of the system and of the control groups, in both versions. Without any
+    information, it is unlimited.
+    """
 
     def read_text(path: Path) -> str:
         if str(path) not in files:

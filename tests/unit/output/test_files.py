@@ -1,5 +1,5 @@
-"""The writer: the target is the old file or the new one, whole, whatever happens; and the bytes are those of the plan,
-however they are moved.
+"""The writer: the target is always the complete old file or the complete new file, and its bytes are those of the plan,
+no matter how they are copied.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FAULTS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EINTR, errno.EACCES]
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    """An old output, alone in its folder."""
+    """Return the path of an old output, the only file in its folder."""
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "dst").write_bytes(OLD)
@@ -58,8 +58,8 @@ def target(tmp_path: Path) -> Path:
 
 
 def plan(source: Source, target: Path) -> tuple[OutFile, bytes]:
-    """Literals and ranges, one whose blocks lie in the target as in the source and one
-    whose do not; and the bytes that they are.
+    """Return a plan with literals and ranges, and the bytes that it describes. The blocks of one range are aligned in
+    the target as in the source, those of the other are not.
     """
     data = source.path.read_bytes()
     pieces = (
@@ -74,7 +74,7 @@ def plan(source: Source, target: Path) -> tuple[OutFile, bytes]:
 
 
 def write(source: Source, target: Path, **options: Any) -> bytes:
-    """Write the plan; what the target should then hold."""
+    """Write the plan, and return the bytes that the target should contain."""
     file, written = plan(source, target)
     output_files.write(file, source, **{"replace": True, "verify": False, **options})
     return written
@@ -88,9 +88,9 @@ def failure(
     patched: pytest.MonkeyPatch | None = None,
     **options: Any,
 ) -> Error:
-    """The error, a `kind` that says `words` in one line, in which writing the plan ends.
+    """Return the error of the class `kind` that writing the plan raises. Its one-line message matches `words`.
 
-    What was `patched` is undone.
+    The changes of `patched` are undone.
     """
     with pytest.raises(kind, match=words) as caught:
         write(source, target, **options)
@@ -101,17 +101,19 @@ def failure(
 
 
 def assert_alone(target: Path, data: bytes | None) -> None:
-    """`target` is `data`, or (None) not there, and its folder contains only tensors."""
+    """Check that `target` contains `data`, or does not exist if `data` is None, and that its folder contains nothing
+    else.
+    """
     assert os.listdir(target.parent) == [target.name] * (data is not None)
     assert data is None or target.read_bytes() == data
 
 
-# What is there already
+# Existing targets
 
 
 @pytest.mark.parametrize("replace", [True, False])
 def test_pieces_become_the_file(source: Source, target: Path, replace: bool) -> None:
-    """The file is its pieces, progress counts its bytes, and nothing else is left in the folder."""
+    """The file consists of its pieces, the progress is its size, and no other file is left in the folder."""
     target.unlink()
     counts: list[int] = []
     written = write(source, target, replace=replace, progress=counts.append)
@@ -120,13 +122,13 @@ def test_pieces_become_the_file(source: Source, target: Path, replace: bool) -> 
 
 
 def test_existing_target_stays(source: Source, target: Path) -> None:
-    """Without leave to replace it, a file that is there stays as it is."""
+    """An existing file is not changed without permission to replace it."""
     failure(TargetExistsError, "--force", source, target, replace=False)
     assert_alone(target, OLD)
 
 
 def test_target_that_appears_meanwhile_stays(source: Source, target: Path) -> None:
-    """A file that somebody else puts at the target while we write wins over us."""
+    """A file that another process creates at the target during the write is kept."""
     target.unlink()
     failure(
         TargetExistsError, "another process", source, target, replace=False, progress=lambda _: target.write_bytes(OLD)
@@ -136,7 +138,7 @@ def test_target_that_appears_meanwhile_stays(source: Source, target: Path) -> No
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
 def test_without_hard_links(source: Source, target: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the filesystem has no hard links, renaming to a free name does it, and still replaces nothing."""
+    """If the filesystem has no hard links, the output is renamed only if the target does not exist."""
     target.unlink()
     monkeypatch.setattr(os, "link", failing(code))
     monkeypatch.setattr(filesystem, "rename_if_absent", rename_if_absent)
@@ -154,7 +156,9 @@ def rename_if_absent(old: str, new: str) -> bool:
 
 
 def test_without_any_safe_way(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing can create the target without the risk of replacing one, it is refused, and --force named."""
+    """If no system call can create the target without the risk of replacing a file, the write is refused. The error
+    names --force.
+    """
     target.unlink()
     monkeypatch.setattr(os, "link", failing(errno.EPERM))
     monkeypatch.setattr(filesystem, "rename_if_absent", lambda old, new: False)
@@ -164,8 +168,8 @@ def test_without_any_safe_way(source: Source, target: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("dangling", [True, False])
 def test_symlink_is_replaced_and_not_followed(source: Source, target: Path, dangling: bool) -> None:
-    """A link at the target's place is in the way without leave, and replaced with it; what it names is
-    never written.
+    """A symbolic link at the target is refused without permission to replace it. With permission, the link is replaced,
+    and the file that it points to is not written.
     """
     link = target.with_name("link")
     link.symlink_to("nowhere" if dangling else target.name)
@@ -181,7 +185,7 @@ def test_symlink_is_replaced_and_not_followed(source: Source, target: Path, dang
 
 
 def test_symlink_to_a_folder_is_the_folder(tmp_path: Path, fixtures: Path) -> None:
-    """A folder, or a link to one, takes the output under the source's name."""
+    """If the target is a link to a folder, the output is written to the folder under the name of the source."""
     folder, link = tmp_path / "folder", tmp_path / "link"
     folder.mkdir()
     link.symlink_to("folder")
@@ -192,7 +196,7 @@ def test_symlink_to_a_folder_is_the_folder(tmp_path: Path, fixtures: Path) -> No
 
 @pytest.mark.parametrize("kind", ["folder", "FIFO", "link to a device"])
 def test_other_things_are_refused(source: Source, target: Path, kind: str) -> None:
-    """A folder or FIFO is not replaced, not even with leave, and a link to a device neither."""
+    """A folder, a FIFO or a link to a device is never replaced, even with permission."""
     target.unlink()
     NO_FILES[kind](target)
     failure(RefusedError, "not a regular file", source, target)
@@ -200,15 +204,13 @@ def test_other_things_are_refused(source: Source, target: Path, kind: str) -> No
 
 
 def test_a_device_is_refused(source: Source, tmp_path: Path) -> None:
-    """It is not replaced."""
+    """A device is never replaced."""
     failure(RefusedError, "not a regular file", source, Path("/dev/null"))
     assert os.listdir(tmp_path) == ["src"]
 
 
 def test_impossible_places(source: Source, target: Path) -> None:
-    """A folder that is missing is a mistake in the command, a file in a folder's place
-    an error of the system.
-    """
+    """A missing folder is a usage error. A file in place of a folder is an error of the system."""
     failure(UsageError, "folder does not exist", source, target.parent / "nowhere" / "dst")
     failure(OutputError, "Not a directory", source, target / "dst")
 
@@ -218,11 +220,11 @@ def test_impossible_places(source: Source, target: Path) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, fixtures: Path) -> Path:
-    """A copy of a fixture that was saved on a GPU."""
+    """Return a copy of a fixture that was saved on a GPU."""
     return Path(shutil.copy(fixtures / "cuda0.pt", tmp_path / "model.pt"))
 
 
-#: Names for a file: functions that give one.
+#: Functions that return another name of a file.
 NAMES_OF_ONE: dict[str, Callable[[Path], Path]] = {
     "same path": lambda path: path,
     "other spelling": lambda path: path.parent / "." / ".." / path.parent.name / path.name,
@@ -239,8 +241,8 @@ def linked(path: Path, link: Callable[[Path, Path], None]) -> Path:
 
 @pytest.mark.parametrize("how", NAMES_OF_ONE)
 def test_input_as_output_needs_force(checkpoint: Path, how: str) -> None:
-    """SRC = DST, by whatever name, is refused without force; with it DST is converted, and
-    a SRC that has a name of its own stays.
+    """If SRC and DST are the same file, under any name, the conversion is refused without force. With force, DST is
+    converted, and a SRC with another name is kept.
     """
     dst = NAMES_OF_ONE[how](checkpoint)
     before = checkpoint.read_bytes()
@@ -257,7 +259,7 @@ def test_input_as_output_needs_force(checkpoint: Path, how: str) -> None:
 
 @pytest.mark.parametrize("replace", [True, False])
 def test_a_new_file_follows_the_umask(source: Source, target: Path, replace: bool) -> None:
-    """The mode is what any program's new file has, not the temporary's private business."""
+    """A new file has the mode that the umask gives, not the mode of the temporary file."""
     target.unlink()
     before = os.umask(0o027)
     try:
@@ -274,8 +276,8 @@ def test_a_new_file_follows_the_umask(source: Source, target: Path, replace: boo
 def test_the_temporary_is_never_more_open_than_the_file(
     source: Source, target: Path, monkeypatch: pytest.MonkeyPatch, old: int | None, mode: int, final: int
 ) -> None:
-    """A replaced file hands on its mode, whatever the source's; a new one has the planned mode less the umask, and its
-    owner may write it. Nobody who could not read it in the end can read it while it is written.
+    """A replaced file keeps its mode. A new file has the planned mode without the bits of the umask, and its owner may
+    write it. The temporary file is never more open than the final file.
     """
     seen = []
 
@@ -297,16 +299,16 @@ def test_the_temporary_is_never_more_open_than_the_file(
 
 
 def test_a_long_name_leaves_room_for_the_temporary(source: Source, target: Path) -> None:
-    """A name of 255 bytes, the most there is, can be written."""
+    """A file with a name of 255 bytes, the longest possible, can be written."""
     path = target.with_name("ü" * 127 + "x")
     assert write(source, path, replace=False) == path.read_bytes()
 
 
-# Somebody else who may write in the folder
+# Attacks by other users of the folder
 
 
 def swapped(temporary: Path, kind: str) -> None:
-    """Put something of the attacker's in the place of the `temporary`."""
+    """Replace the `temporary` by a file or a link of another user, according to `kind`."""
     other = temporary.with_name("of somebody else")
     temporary.rename(temporary.with_name("moved away"))
     if kind == "link":
@@ -322,7 +324,9 @@ def swapped(temporary: Path, kind: str) -> None:
 def test_a_temporary_that_somebody_exchanges(
     source: Source, target: Path, kind: str, replace: bool, verify: bool
 ) -> None:
-    """While it is written: that is found out before it gets the name, and an old output stays."""
+    """If another user replaces the temporary file during the write, this is found before the file gets the name of the
+    target. The old output is kept.
+    """
     if not replace:
         target.unlink()
 
@@ -340,7 +344,9 @@ def test_a_temporary_that_somebody_exchanges(
 def test_a_temporary_that_somebody_exchanges_at_the_last_moment(
     source: Source, target: Path, kind: str, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stands at the target is compared with what was written: theirs is no success."""
+    """After the rename, the file at the target is compared with the one that was written. If another user has replaced
+    it, this is an error.
+    """
     if call == "link":
         target.unlink()
     real = getattr(os, call)
@@ -354,11 +360,13 @@ def test_a_temporary_that_somebody_exchanges_at_the_last_moment(
     assert target.read_bytes() == b"theirs"
 
 
-# Faults
+# Failures
 
 
 def failing(code: int, when: Any = lambda *args: True, real: Any = None) -> Any:
-    """A stand-in for a system call that fails `when` its arguments say so, and else is the `real` one."""
+    """Return a replacement for a system call that fails with `code` if `when` is true for its arguments, and otherwise
+    calls `real`.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if when(*args):
@@ -379,7 +387,9 @@ def is_temporary(path: object, *_: object) -> bool:
 def test_a_failing_call_costs_nothing(
     source: Source, target: Path, call: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever call fails, for whichever reason: one line that says why, the old output intact, the temporary gone."""
+    """If any system call fails with any error, the message contains the error, the old output is unchanged, and the
+    temporary file is removed.
+    """
     if call == "link":
         target.unlink()
     if call == "fallocate":
@@ -401,7 +411,7 @@ def test_a_failing_call_costs_nothing(
 def test_a_folder_that_cannot_be_synced(
     source: Source, target: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If all is done but the folder's sync, it is an error, and the message says that the new file is in place."""
+    """If only the sync of the folder fails, the error says that the new file is in place."""
 
     def is_folder(file: int | Path, *_: object) -> bool:
         return stat.S_ISDIR(os.stat(file).st_mode) if isinstance(file, int) or file.exists() else False
@@ -412,7 +422,7 @@ def test_a_folder_that_cannot_be_synced(
 
 
 def test_the_first_error_is_the_one_that_is_told(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the temporary cannot be removed either, the message is still about what failed first."""
+    """If the temporary file cannot be removed after an error, the message is still about the first error."""
     monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC))
     monkeypatch.setattr(os, "unlink", failing(errno.EROFS))
     failure(OutputError, "No space", source, target, monkeypatch)
@@ -423,8 +433,8 @@ def test_the_first_error_is_the_one_that_is_told(source: Source, target: Path, m
 def test_too_little_space_is_said_before_the_first_byte(
     source: Source, target: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free space is checked by reserving it or, where that cannot be done, by asking; both
-    numbers are told and nothing is written.
+    """Free space is reserved, or compared with the necessary size, before the first byte is written. The error contains
+    both numbers.
     """
     counts: list[int] = []
     monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=2, f_frsize=4096))
@@ -441,14 +451,14 @@ def test_too_little_space_is_said_before_the_first_byte(
 def test_enough_space_where_it_cannot_be_reserved(
     source: Source, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A system without fallocate writes all the same."""
+    """A system without fallocate can write if there is enough space."""
     monkeypatch.setattr(filesystem, "fallocate", lambda fd, size: False)
     assert write(source, target) == target.read_bytes()
 
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_ctrl_c(source: Source, target: Path, verify: bool) -> None:
-    """Ctrl-C in the middle leaves the old output and nothing else."""
+    """Ctrl-C during a write leaves the old output and no other file."""
 
     with pytest.raises(KeyboardInterrupt):
         write(source, target, verify=verify, progress=mock.Mock(side_effect=KeyboardInterrupt))
@@ -470,7 +480,7 @@ run(find_request(*sys.argv[1:], edits, output), progress=lambda size: nullcontex
 
 
 def test_kill_9(target: Path, fixtures: Path) -> None:
-    """A process that is killed while it writes leaves the old output, and a temporary that tells what it is."""
+    """A process that is killed during a write leaves the old output, and a temporary file with a recognizable name."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(fixtures / "cuda0.pt"), str(target)])
     assert done.returncode == -signal.SIGKILL
     assert target.read_bytes() == OLD
@@ -489,20 +499,20 @@ def lengthen(path: Path) -> None:
     ids=["touched", "longer", "shorter"],
 )
 def test_an_input_that_changes_meanwhile(source: Source, target: Path, change: Callable[[Path], None]) -> None:
-    """What was read cannot be trusted if the input changed while it was read: no output."""
+    """If the input changes while it is read, no output appears."""
     failure(InputChangedError, None, source, target, progress=lambda _: change(source.path))
     assert_alone(target, OLD)
 
 
-# How bytes move
+# Copying
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, None])
 def test_where_the_kernel_cannot_copy(
     source: Source, target: Path, code: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where copy_file_range is not offered, fails, or copies nothing, reading and writing
-    gives the same bytes, in small buffers too.
+    """If copy_file_range is missing, fails, or copies nothing, the file is read and written with the same result, also
+    in small buffers.
     """
     monkeypatch.setattr(reading, "BUFFER", 1000)
     monkeypatch.setattr(os, "copy_file_range", failing(code) if code else lambda *args: 0, raising=False)
@@ -513,7 +523,7 @@ def test_where_the_kernel_cannot_copy(
 
 @pytest.mark.skipif(not hasattr(os, "copy_file_range"), reason="this system has no copy_file_range")
 def test_short_copies_and_failure_in_the_middle(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that copies less than it was asked for, and then no more, loses nothing."""
+    """If the kernel copies less than requested and then fails, no byte is lost."""
     real = os.copy_file_range
     calls: list[int] = []
 
@@ -525,11 +535,11 @@ def test_short_copies_and_failure_in_the_middle(source: Source, target: Path, mo
 
     monkeypatch.setattr(os, "copy_file_range", copy)
     assert write(source, target) == target.read_bytes()
-    assert len(calls) == 7  # five of the first range, its failure, and the failure of the second one
+    assert len(calls) == 7  # five for the first range, one failure, and one failure for the second range
 
 
 def test_whole_blocks_are_copied_whole(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range is cut where its blocks begin and end, so that a filesystem which can share blocks does."""
+    """A range is split at its block boundaries, so that a filesystem can share complete blocks."""
     calls: list[tuple[int, int]] = []
 
     def copy(src: int, dst: int, count: int, offset: int, at: int) -> int:
@@ -542,14 +552,14 @@ def test_whole_blocks_are_copied_whole(source: Source, target: Path, monkeypatch
 
 
 def test_short_writes(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that writes seven bytes at a time loses nothing."""
+    """If each write stores only seven bytes, no byte is lost."""
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:7], at))
     assert write(source, target) == target.read_bytes()
 
 
 def test_shared_blocks_are_not_reserved(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where blocks are shared, no space is reserved, and what the probe shared is overwritten."""
+    """If blocks are shared, no space is reserved, and the block that the probe has shared is overwritten."""
 
     def share(src: int, dst: int, block: int) -> bool:
         return os.pwrite(dst, os.pread(src, block, 0), 0) == block
@@ -564,10 +574,10 @@ def test_shared_blocks_are_not_reserved(source: Source, target: Path, monkeypatc
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
-def test_only_the_cache_of_what_goes_is_given_back(
+def test_only_the_cache_of_a_replaced_file_is_released(
     source: Source, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file to be replaced leaves the memory, but not when it is the input."""
+    """The cache of a replaced file is released, but not that of the input."""
     forgotten: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, *_: forgotten.append(os.fstat(fd).st_ino))
     replaced = target.stat().st_ino
@@ -578,7 +588,7 @@ def test_only_the_cache_of_what_goes_is_given_back(
 
 
 def test_a_plan_that_does_not_add_up(source: Source, target: Path) -> None:
-    """A plan whose pieces are not its size is a bug of ours, and costs the user nothing."""
+    """A plan whose pieces do not add up to its size is reported as a bug, and the old output is kept."""
     with pytest.raises(OutputError, match="bug in ckptconv"):
         output_files.write(OutFile(target, (Literal(b"1234"),), 5), source, replace=True, verify=False)
     assert_alone(target, OLD)
@@ -586,7 +596,7 @@ def test_a_plan_that_does_not_add_up(source: Source, target: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "copy_file_range"), reason="this system has no copy_file_range")
 def test_small_tensors_are_moved_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2,000 tensors of 32 bytes between two of 1 MB take few system calls, and keep their values."""
+    """2,000 tensors of 32 bytes between two of 1 MB need few system calls, and keep their values."""
     calls = {name: mock.Mock(wraps=getattr(os, name)) for name in ("pread", "preadv", "pwrite", "copy_file_range")}
     large = torch.arange(1 << 18, dtype=torch.float32)
     state = {"a": large, **{f"b{i:04}": torch.full((8,), float(i)) for i in range(2000)}, "c": large + 1}
@@ -601,7 +611,7 @@ def test_small_tensors_are_moved_together(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("call", ["pwrite", "copy_file_range"])
 def test_verify_finds_a_wrong_byte(source: Source, target: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that does not give back what it was given is found before the target appears, with the place."""
+    """With ``verify``, a wrong byte on the disk is found before the target appears. The error contains its position."""
     assert write(source, target, verify=True) == target.read_bytes()
     target.write_bytes(OLD)
     real = os.pwrite
@@ -622,7 +632,7 @@ def test_verify_finds_a_wrong_byte(source: Source, target: Path, call: str, monk
 
 
 def test_a_lock_that_is_let_go_with_an_error(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output has its name by then, so it is no fault of it."""
+    """An error when a lock is released does not fail the write, because the output already has its name."""
     file, data = plan(source, target)
     lock, close, locked = output_files.lock_shared, os.close, []
 
@@ -644,12 +654,12 @@ def test_a_lock_that_is_let_go_with_an_error(source: Source, target: Path, monke
 
 
 def deflated(source: Source, data: bytes, end: int = zlib.Z_FINISH) -> Inflate:
-    """`data`, deflated, as what `source` holds from byte 10 on."""
+    """Write `data`, deflated, to `source` from byte 10 on, and return the piece that inflates it."""
     deflater = zlib.compressobj(9, zlib.DEFLATED, -15)
     stream = deflater.compress(data) + deflater.flush(end)
     with source.path.open("r+b") as file:
         file.write(bytes(10) + stream)
-    source._held = None  # of the file as it was before
+    source._held = None  # the buffer contains the old file
     return Inflate(ByteRange(source, 10, len(stream)), len(data), zlib.crc32(data))
 
 
@@ -660,8 +670,8 @@ def write_inflated(source: Source, target: Path, piece: Inflate, **options: Any)
 
 
 def test_deflated_records_of_every_size(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record is inflated right wherever the buffers' ends fall, also when the inflater has
-    eaten all its input and still holds bytes.
+    """A record is inflated correctly with every position of the buffer boundaries, also if the inflater has consumed
+    its input and still has output.
     """
     monkeypatch.setattr(reading, "BUFFER", 1000)
     noise = source.path.read_bytes()
@@ -671,7 +681,7 @@ def test_deflated_records_of_every_size(source: Source, monkeypatch: pytest.Monk
 
 
 def test_an_inflated_piece_is_written(source: Source, target: Path) -> None:
-    """A deflated record stands in the output as its bytes, and reads back as them."""
+    """A deflated record is written inflated, and verified."""
     data = source.path.read_bytes() * 3
     write_inflated(source, target, deflated(source, data))
     assert target.read_bytes() == b"head" + data + b"end"
@@ -679,7 +689,7 @@ def test_an_inflated_piece_is_written(source: Source, target: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["longer", "shorter", "checksum", "truncated", "trailing", "trailing far", "damaged"])
 def test_damaged_deflated_records(source: Source, target: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record that is not what the archive promises, however that is, is no output."""
+    """A deflated record that does not match its size, checksum or stream is refused, and no output appears."""
     monkeypatch.setattr(reading, "BUFFER", 1000)
     data = bytes(5000)
     good = deflated(source, data)
@@ -696,21 +706,21 @@ def test_damaged_deflated_records(source: Source, target: Path, wrong: str, monk
     counts: list[int] = []
     with pytest.raises(MalformedError) as caught:
         write_inflated(source, target, pieces[wrong], progress=counts.append)
-    assert sum(counts) <= len(b"head") + pieces[wrong].length  # a bomb is not written out before it is found
+    assert sum(counts) <= len(b"head") + pieces[wrong].length  # a bomb is found before it is written
     assert "at byte" in str(caught.value)
     assert str(caught.value).isprintable()
     assert_alone(target, OLD)
 
 
 def test_a_deflated_record_without_an_end(source: Source, target: Path) -> None:
-    """A record that gives all its bytes, but does not say that they are all, is damaged."""
+    """A record with all its bytes but without the end of its stream is damaged."""
     with pytest.raises(MalformedError, match="another size"):
         write_inflated(source, target, deflated(source, bytes(5000), end=zlib.Z_SYNC_FLUSH))
     assert_alone(target, OLD)
 
 
 def test_an_input_that_cannot_be_read(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read that fails is the input's fault and says so; the old output is intact."""
+    """A failed read is reported for the input, with its position. The old output is unchanged."""
     monkeypatch.delattr(os, "copy_file_range", raising=False)
     monkeypatch.setattr(os, "pread", failing(errno.EIO))
     failure(InputError, "src at byte 100: cannot be read", source, target, monkeypatch)
@@ -718,8 +728,8 @@ def test_an_input_that_cannot_be_read(source: Source, target: Path, monkeypatch:
 
 
 def test_checksums_are_put_together_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not for each of the headers that wait for them, when they are written or
-    read back: of 60,000 that took minutes.
+    """The checksums of the pieces are combined once, not for each header that contains them. With 60,000 headers, this
+    took minutes.
     """
     calls: list[int] = []
     original = Sums.results
@@ -732,4 +742,4 @@ def test_checksums_are_put_together_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Sums, "results", counted)
     save_file({f"w{i}": torch.full((3,), float(i)) for i in range(40)}, tmp_path / "src.safetensors")
     convert(tmp_path / "src.safetensors", tmp_path / "dst.pt", dtype="w7=fp16", verify=True)
-    assert calls == [39]  # the cast tensor's is computed while it is written
+    assert calls == [39]  # the checksum of the cast tensor is computed while it is written

@@ -1,4 +1,6 @@
-"""A folder of files as a target: the old one or the new one, whole, whatever happens and wherever the process ends."""
+"""A folder as the target: it is always the complete old folder or the complete new one, even if the process ends at any
+time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from ckptconv.system import filesystem
 from tests.support.conversions import Error
 
 OLD = {"model.safetensors": b"old model", "config.json": b"old config", "inner/old.bin": b"old inner"}
-#: All by which the state of a disk changes.
+#: All calls that change the state of a disk.
 CALLS = {
     os: (
         "mkdir",
@@ -46,12 +48,12 @@ FAULTS = (errno.ENOSPC, errno.EACCES)
 
 
 def may_go(name: str) -> bool:
-    """What an old folder may lose."""
+    """Return whether the file `name` of the old folder may be deleted."""
     return name in OLD
 
 
 def files_for(target: Path, source: Source) -> tuple[list[OutFile], dict[str, bytes]]:
-    """Three files, one of them in a folder, and what will be in them."""
+    """Return three planned files, one of them in a subfolder, and their contents."""
     data = source.path.read_bytes()
     files = [
         OutFile(target / "a", (ByteRange(source, 0, 9000),), 9000),
@@ -68,7 +70,7 @@ def fill(target: Path, content: dict[str, bytes]) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """The files below `folder`."""
+    """Return the contents of the files below `folder`."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -81,7 +83,7 @@ def convert_to(
 
 
 def failure(kind: type[Error], words: str | None, target: Path, source: Source, **options: Any) -> Error:
-    """The error, a `kind` that says `words`, in which writing the folder `target` ends."""
+    """Return the error of the class `kind` that writing the folder `target` raises. Its message matches `words`."""
     with pytest.raises(kind, match=words) as caught:
         convert_to(target, source, **options)
     return caught.value
@@ -89,20 +91,20 @@ def failure(kind: type[Error], words: str | None, target: Path, source: Source, 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    """The path of a folder, in a folder of its own."""
+    """Return the path of the target, in a folder of its own."""
     (tmp_path / "out").mkdir()
     return tmp_path / "out" / "model"
 
 
 @pytest.fixture
 def old(target: Path) -> Path:
-    """An old folder."""
+    """Return the target with the files of an old folder."""
     fill(target, OLD)
     return target
 
 
 def assert_alone(target: Path, content: dict[str, bytes]) -> None:
-    """The folder `target` has this `content`, and nothing stands beside it."""
+    """Check that the folder `target` has this `content`, and that there is nothing next to it."""
     assert tree(target) == content
     assert os.listdir(target.parent) == ["model"]
 
@@ -110,8 +112,8 @@ def assert_alone(target: Path, content: dict[str, bytes]) -> None:
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("before", ["absent", "empty", "full"])
 def test_a_folder_is_written(target: Path, source: Source, before: str, jobs: int) -> None:
-    """A new folder, one in the place of an empty one, and one in that of an old one hold the files
-    and no more; beside them nothing is left.
+    """A new folder, one in place of an empty folder, and one in place of an old folder contain exactly the planned
+    files. Nothing else is left next to them.
     """
     if before == "empty":
         target.mkdir()
@@ -121,7 +123,7 @@ def test_a_folder_is_written(target: Path, source: Source, before: str, jobs: in
 
 
 def test_an_old_folder_keeps_its_mode(target: Path, source: Source) -> None:
-    """The new folder, and a file that was there before, have the modes of the old ones; others follow the umask."""
+    """The new folder, and each file that existed before, keep the modes of the old ones."""
     fill(target, {"a": b"old"})
     target.chmod(0o750)
     (target / "a").chmod(0o600)
@@ -133,8 +135,8 @@ def test_an_old_folder_keeps_its_mode(target: Path, source: Source) -> None:
 def test_the_temporary_is_never_more_open_than_the_folder(
     target: Path, source: Source, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
-    """A private folder, replaced or in whose likeness a new one is made, is private while it is filled, and so are the
-    folders in it.
+    """A folder that replaces a private one, or that is created like one, is private while it is written. So are its
+    subfolders.
     """
     private = target if kept else target.with_name("like")
     fill(private, {"inner/old.bin": b"old"})
@@ -155,14 +157,14 @@ def test_the_temporary_is_never_more_open_than_the_folder(
 
 
 def swapped(temporary: Path) -> None:
-    """Put a folder of somebody else's in the place of the `temporary`."""
+    """Replace the `temporary` by a folder of another user."""
     temporary.rename(temporary.with_name("moved away"))
     fill(temporary, {"theirs": b"theirs"})
 
 
 def test_a_temporary_that_somebody_exchanges(old: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may write in the folder above can do that. The old folder stays, and theirs, which may be anything, is
-    not deleted.
+    """Another user of the parent folder replaces the temporary folder. The old folder is kept, and the other user's
+    folder is not deleted.
     """
     sync = output_folders.calls.sync_folder
 
@@ -183,7 +185,9 @@ def test_a_temporary_that_somebody_exchanges(old: Path, source: Source, monkeypa
 def test_a_temporary_that_somebody_exchanges_at_the_last_moment(
     target: Path, source: Source, before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Theirs is no success, and the message says where the old folder is."""
+    """If another user's folder is at the target after the rename, this is an error. The message contains the path of
+    the old folder.
+    """
     if before == "old":
         fill(target, OLD)
     rename, exchange = os.rename, filesystem.exchange
@@ -208,14 +212,15 @@ def test_a_temporary_that_somebody_exchanges_at_the_last_moment(
 
 
 class Dead(BaseException):
-    """The process is no more."""
+    """The exception that stands for the end of the process."""
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Counts the calls that change a disk; ``fault``, called with their number and name, may raise.
+    """Count the calls that change a disk, and return the state with their number. The function ``fault`` in the state
+    is called with the number and the name of each call, and may raise.
 
-    ``rmtree`` is one call, as are the names that it takes.
+    ``rmtree`` counts as one call, and the calls in it count too.
     """
     state: dict[str, Any] = {"number": 0, "fault": lambda number, name: None}
 
@@ -236,7 +241,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def counts(tmp_path: Path, source: Source, calls: dict[str, Any]) -> int:
-    """How many calls one conversion takes."""
+    """Return the number of calls in one conversion."""
     target = tmp_path / "once"
     fill(target, OLD)
     calls["number"] = 0
@@ -247,9 +252,9 @@ def counts(tmp_path: Path, source: Source, calls: dict[str, Any]) -> int:
 def test_a_process_that_ends_anywhere_leaves_the_old_folder_or_the_new_one(
     tmp_path: Path, source: Source, calls: dict[str, Any]
 ) -> None:
-    """Nothing can be done to the disk any more from the N-th call on, for every N: as after a kill.
+    """For every N, all calls from the N-th on fail, as if the process were killed.
 
-    The target is the old folder or the new one, whole.
+    The target is then the complete old folder or the complete new one.
     """
     ends: list[bool] = []
     for last in range(1, counts(tmp_path, source, calls) + 1):
@@ -277,8 +282,8 @@ def test_a_process_that_ends_anywhere_leaves_the_old_folder_or_the_new_one(
 def test_a_call_that_fails_leaves_the_old_folder_or_the_new_one(
     tmp_path: Path, source: Source, calls: dict[str, Any], code: int
 ) -> None:
-    """Whichever call fails: the old folder and nothing beside it, or the new one;
-    and success is never claimed for less.
+    """If any call fails, the target is the old folder, or the new one if the error says that it is in place. Without an
+    error, the target is the new folder.
     """
     for nth in range(1, counts(tmp_path, source, calls) + 1):
         target = tmp_path / f"fault{nth}" / "model"
@@ -287,7 +292,7 @@ def test_a_call_that_fails_leaves_the_old_folder_or_the_new_one(
         fill(target, OLD)
 
         def fail(number: int, name: str, nth: int = nth, failed: list[str] = failed) -> None:
-            if number == nth and name != "rmtree":  # it ignores what it cannot remove
+            if number == nth and name != "rmtree":  # rmtree ignores what it cannot remove
                 failed.append(name)
                 raise OSError(code, os.strerror(code))
 
@@ -307,8 +312,8 @@ def test_a_call_that_fails_leaves_the_old_folder_or_the_new_one(
 def test_without_the_exchange_the_old_folder_is_moved_aside_and_back(
     old: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the system cannot exchange two names, the new folder takes the old one's place in two steps; where the
-    second fails, the old one comes back.
+    """If the system cannot exchange two names, the old folder is moved away before the new one is renamed. If the
+    second rename fails, the old folder is moved back.
     """
     monkeypatch.setattr(filesystem, "exchange", lambda a, b: False)
     assert_alone(old, convert_to(old, source))
@@ -328,9 +333,7 @@ def test_without_the_exchange_the_old_folder_is_moved_aside_and_back(
 
 
 def test_what_would_be_lost_is_refused(target: Path, source: Source) -> None:
-    """A folder that is not empty is replaced with ``replace`` alone, and even then not if
-    it has what the new one would not have.
-    """
+    """A folder that is not empty is replaced only with ``replace``, and only if no other files in it would be lost."""
     mine = {"a": b"old", "notes.txt": b"mine", "deep/er/x": b"mine"}
     fill(target, mine)
     failure(TargetExistsError, "--force replaces", target, source, replace=False)
@@ -342,7 +345,7 @@ def test_what_would_be_lost_is_refused(target: Path, source: Source) -> None:
 def test_folders_and_links_in_an_old_folder_are_something_too(
     target: Path, tmp_path: Path, source: Source, kind: str
 ) -> None:
-    """An empty folder and a link in the old folder are not thrown away in silence."""
+    """An empty folder and a link in the old folder are not deleted without permission."""
     fill(target, {"a": b"old"})
     elsewhere = tmp_path / "elsewhere"
     fill(elsewhere, {"x": b"precious"})
@@ -355,8 +358,10 @@ def test_folders_and_links_in_an_old_folder_are_something_too(
     assert tree(elsewhere) == {"x": b"precious"}
 
 
-def test_what_appears_meanwhile_is_not_lost(old: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that somebody puts into the old folder at the last moment stays: the two folders change names again."""
+def test_a_file_that_appears_meanwhile_is_not_lost(old: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another process puts a file into the old folder at the last moment, the two folders are exchanged again, and
+    the file is kept.
+    """
     real = filesystem.exchange
 
     def late(a: str, b: str) -> bool:
@@ -372,7 +377,7 @@ def test_what_appears_meanwhile_is_not_lost(old: Path, source: Source, monkeypat
 def test_a_folder_that_appears_meanwhile_is_not_replaced(
     target: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where another was faster, its folder stays."""
+    """A folder that another process creates at the target during the write is kept."""
     real = output_folders.calls.sync_folder
 
     def late(folder: Path) -> None:
@@ -386,7 +391,7 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(
 
 
 def test_an_input_that_changes_leaves_the_old_folder(old: Path, source: Source) -> None:
-    """The folder appears only if the source is still what it was."""
+    """If the source has changed, the old folder is kept."""
     os.utime(source.path, ns=(1, 1))
     failure(InputChangedError, None, old, source)
     assert_alone(old, OLD)
@@ -398,10 +403,8 @@ def link_to_a_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("put", [Path.touch, os.mkfifo, link_to_a_file], ids=["file", "FIFO", "link to a file"])
-def test_what_cannot_be_a_folder(target: Path, source: Source, put: Callable[[Path], object]) -> None:
-    """A file, a FIFO or a link to a file is never replaced by a folder, and the folder
-    that it is to stand in must be there.
-    """
+def test_files_are_not_replaced_by_a_folder(target: Path, source: Source, put: Callable[[Path], object]) -> None:
+    """A file, a FIFO or a link to a file is never replaced by a folder. The parent folder must exist."""
     put(target)
     failure(RefusedError, None, target, source)
     failure(UsageError, None, target.parent / "no" / "model", source)
@@ -410,7 +413,9 @@ def test_what_cannot_be_a_folder(target: Path, source: Source, put: Callable[[Pa
 def test_too_little_space_is_said_before_anything_is_written(
     target: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All files together are compared with what is free, where blocks are not shared."""
+    """The total size of all files is compared with the free space before anything is written, unless blocks are
+    shared.
+    """
     fill_one = mock.Mock()
     monkeypatch.setattr(output_folders, "shares_blocks", lambda fd, file: False)
     monkeypatch.setattr(output_folders, "fill", fill_one)
@@ -422,8 +427,8 @@ def test_too_little_space_is_said_before_anything_is_written(
 
 
 def test_the_first_failure_ends_the_others(target: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several threads that write, those that go on after one has failed end at their next step;
-    the error is that of the one that failed.
+    """After one thread has failed, the other threads stop at their next progress report. The error is that of the first
+    failure.
     """
     ended: list[str] = []
     begun = threading.Event()
@@ -443,13 +448,13 @@ def test_the_first_failure_ends_the_others(target: Path, source: Source, monkeyp
 
     monkeypatch.setattr(output_folders, "fill", fill_one)
     failure(OutputError, "EIO", target, source, jobs=2)
-    assert ended == ["b"]  # the next file is not begun
+    assert ended == ["b"]  # the next file is not started
     assert not target.exists()
 
 
 def test_ctrl_c_while_the_old_folder_is_deleted(old: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C that comes as a folder in it is closed, which the library then closes once more, is told as Ctrl-C; the
-    old folder is gone all the same.
+    """Ctrl-C while the old folder is deleted is raised as KeyboardInterrupt, although another error follows when rmtree
+    closes a descriptor again. The old folder is deleted.
     """
     real = shutil.rmtree
 
@@ -467,7 +472,9 @@ def test_ctrl_c_while_the_old_folder_is_deleted(old: Path, source: Source, monke
 
 
 def test_a_junction_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Windows every user can make a folder that leads elsewhere. Nothing in it is copied, and it is named."""
+    """A junction on Windows, which every user can create, is not followed. Nothing in it is copied, and it is
+    listed.
+    """
     for name in ("src/junction", "src/folder"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "secret.txt").write_text("x")

@@ -1,4 +1,4 @@
-"""A planned file as a stream: it reads like the file."""
+"""A planned file as a stream, which reads like the written file."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ckptconv.output.transfer import VirtualFile
 from tests.support.archives import rezip
 from tests.support.conversions import saved_at
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
-# deprecated, once for each process.
+# torch issues warnings about nested, quantized, compressed sparse and complex32 tensors once for each process: they are
+# experimental or deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo")
 
 
 def test_the_stream_reads_like_a_file(fixtures: Path) -> None:
-    """Seek and read at every place give what the file made of the same pieces has."""
+    """Seeking and reading at every position gives the same bytes as one read of the complete stream."""
     with Source(fixtures / "two_gpus.pt") as source:
         stream = VirtualFile(torch_zip.archived(opening.read(source)))
         whole = stream.read()
@@ -46,7 +46,9 @@ def test_the_stream_reads_like_a_file(fixtures: Path) -> None:
 
 
 def test_the_stream_inflates_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards it goes on where it was, backwards it begins anew; it never holds more than a buffer."""
+    """A deflated piece continues forward from the last position, and restarts when seeking backward. The stream never
+    holds more than one buffer.
+    """
     path = saved_at(tmp_path / "a.pt", {"a": torch.randn(10_000)})
     rezip(path, path, method=zipfile.ZIP_DEFLATED)
     monkeypatch.setattr(reading, "BUFFER", 1000)
@@ -61,7 +63,7 @@ def test_the_stream_inflates_a_piece_at_a_time(tmp_path: Path, monkeypatch: pyte
 
 @contextmanager
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[VirtualFile, Path]]:
-    """A stream of a file, of which a thread reads a part of each buffer on any machine."""
+    """Yield a stream and its file. A thread reads a part of each buffer, on any machine."""
     monkeypatch.setattr(transfer, "_SHARE", 1000)
     monkeypatch.setattr(transfer, "_WORTH_SHARING", 1000)
     monkeypatch.setattr(transfer, "processors", lambda: 2)
@@ -71,7 +73,9 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Vi
 
 
 def test_a_thread_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part of a buffer is read once, by one of two threads, or by one if the system has no other."""
+    """Each part of a buffer is read once, by one of two threads. If the system allows no second thread, one reads all
+    parts.
+    """
     readers: list[str] = []
     read_into = reading.read_into
 
@@ -110,8 +114,8 @@ def test_an_error_of_the_thread_is_raised(tmp_path: Path, monkeypatch: pytest.Mo
         assert isinstance(stream.failure, InputChangedError)
 
 
-def test_nothing_is_written_behind_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffer of a read that ended, and even that was interrupted twice, may be used for something else."""
+def test_nothing_is_written_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a read has ended, even if it was interrupted, its thread no longer writes to the buffer."""
     begun = threading.Event()
 
     def slow(_: object, at: int, buffer: memoryview) -> None:
@@ -134,7 +138,7 @@ def test_nothing_is_written_behind_an_error(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_waiting_goes_on_after_a_signal() -> None:
-    """A handler's exception is raised when the lock is free."""
+    """If a signal interrupts the wait for a lock, the exception is raised after the lock is free."""
 
     class Interrupted:
         left = 2

@@ -1,4 +1,6 @@
-"""The lenient reader: what it once missed and CPython's unpicklers reach, beside these themselves."""
+"""The lenient reader lists the globals that CPython's unpicklers reach. The results are compared with those of the
+unpicklers.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def reached_by(data: bytes) -> dict[str, list[tuple[str, str]]]:
 GLOBAL = b"cm\nf\n"
 FOUND = [("m", "f")]
 
-#: What each is, the pickle, who reaches m.f in it.
+#: The name of a case, the pickle, and the unpickler that reaches m.f in it.
 FORGIVEN = [
     ("NUL behind the slot of a PUT", b"Np1\0\n0g1\n0" + GLOBAL + b".", C),
     ("NUL and more behind it", b"Np1\0 two\n0h\x01" + GLOBAL + b".", C),
@@ -61,15 +63,17 @@ FORGIVEN = [
 
 
 @pytest.mark.parametrize(("data", "by"), [row[1:] for row in FORGIVEN], ids=[row[0] for row in FORGIVEN])
-def test_what_is_forgiven(data: bytes, by: str) -> None:
-    """What one of CPython's unpicklers reaches is listed."""
+def test_globals_in_unusual_pickles_are_listed(data: bytes, by: str) -> None:
+    """A global that one of CPython's unpicklers reaches in an unusual pickle is listed."""
     found = reached_by(data)[by]
     assert found and found[0][0] == "m"
     assert set(found) <= listed(data)
 
 
 def test_slots_of_more_digits_than_python_converts() -> None:
-    """Python before 3.11 had no bound on them; however such a slot is spelled, it is one slot."""
+    """Memo slots can have any number of digits, because Python before 3.11 had no limit. Different spellings of a slot
+    are the same slot.
+    """
     digits = b"1" * 5000
     data = b"cm\nf\np" + digits + b"\n0Vn\ng+1_" + digits[1:] + b"\n\x85R."
     seen = scan(data)
@@ -82,21 +86,23 @@ def test_slots_of_more_digits_than_python_converts() -> None:
 @pytest.mark.parametrize(
     "maker", [b"cn\nt\n", b"cn\nt\n)R", b"Pid\n", b"\x82\x01"], ids=["global", "call", "id", "code"]
 )
-def test_a_text_that_nobody_knows(maker: bytes) -> None:
-    """What a global is, or a call or a persistent id gives, can be a text: of STACK_GLOBAL it names anything."""
+def test_unknown_texts_of_a_global(maker: bytes) -> None:
+    """A global, or the result of a call or of a persistent id, can be a text. STACK_GLOBAL with such a text can name
+    any global.
+    """
     assert ("builtins.__import__", "f") in listed(maker + b"Vf\n\x93.")
     assert ("m", "builtins.__import__") in listed(b"Vm\n" + maker + b"\x93" + GLOBAL + b".")
 
 
 def test_texts_of_python_2() -> None:
-    """Their loader says the encoding: UTF-8 and Latin-1 give two names, and both are listed."""
+    """The encoding of texts of Python 2 depends on the loader. The names in UTF-8 and in Latin-1 are both listed."""
     data = b"U\x01mU\x03f\xc3\xa9\x93U\x01mU\x02f\xe9\x93."
     assert listed(data) == {("m", "fé"), ("m", "fÃ©")}
 
 
 @pytest.mark.parametrize("opcodes", [b"Na", b"(Ne", b"NNs", b"(NNu", b"(N\x90", b"Nb", b"(NNNu"])
-def test_what_is_done_to_a_global(opcodes: bytes) -> None:
-    """An item that is set on ``os.environ`` is set: it counts as a call."""
+def test_changes_of_a_global_count_as_calls(opcodes: bytes) -> None:
+    """An item or a state that is set on a global, such as ``os.environ``, counts as a call."""
     data = b"cos\nenviron\n" + opcodes + b"\xff"
     seen = scan(data)
     assert [call.callable for call in seen.graph.calls] == seen.graph.globals
@@ -114,8 +120,8 @@ CUT = [
 
 @pytest.mark.parametrize("data", CUT)
 def test_frames_that_cut_opcodes(data: bytes) -> None:
-    """C's unpickler forgets what is left of a frame where it needs more, if what it reads has no ``peek``: one pickle
-    is two programs, and no verdict is given.
+    """If a frame ends inside an opcode, C's unpickler may drop the rest of the frame, depending on whether its file has
+    ``peek``. Such a pickle is two programs, so the scan is in doubt.
     """
     found = reached_by(data)
     assert len({*map(tuple, found.values())}) > 1
@@ -124,7 +130,9 @@ def test_frames_that_cut_opcodes(data: bytes) -> None:
 
 
 def test_stop_inside_a_frame() -> None:
-    """The next pickle starts behind STOP, or behind the frame: no verdict. Behind the end of all, there is none."""
+    """If STOP is inside a frame, the next pickle may start after STOP or after the frame, so the scan is in doubt. The
+    scan is not in doubt if the frame ends with STOP or exceeds the file.
+    """
     for length, doubt in ((2, False), (3, True), (8, True), (9, False)):
         seen = scan(frame(length) + b"N." + bytes(6))
         assert seen.is_whole and bool(seen.doubt) == doubt

@@ -1,6 +1,6 @@
-"""The graph of a pickle keeps what the pickle does: every effect in its order, on operands of the same identity.
+"""The graph of a pickle, parsed and emitted: it keeps every effect in its order, on operands with the same identity.
 
-Reading a hostile one costs little and ends in our errors.
+Hostile pickles are read at low cost and end in typed errors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def graph_of(data: bytes) -> Graph:
 
 
 def written(data: bytes, *, loadable: bool = False) -> bytes:
-    """`data` parsed and emitted."""
+    """Parse `data`, emit the graph, and return the result."""
     pieces = emit(graph_of(data), loadable=loadable)
     return b"".join(p if isinstance(p, bytes) else data[p.offset : p.offset + p.length] for p in pieces)
 
@@ -49,7 +49,7 @@ P2, P4 = b"\x80\x02", b"\x80\x04"
 
 
 def test_opcodes_are_those_of_pickletools() -> None:
-    """The table has every opcode of protocols 0 to 5 and no other."""
+    """The table contains exactly the opcodes of protocols 0 to 5."""
     assert {name: code.decode("latin-1") for name, code in CODES.items()} == {
         op.name: op.code for op in pickletools.opcodes
     }
@@ -115,7 +115,9 @@ CALLABLE, ARGUMENTS = ("global", "made"), ("tuple", "made")
 
 
 def steps(stack: list[list[str]], memo: dict[int, str]) -> Iterator[tuple[bytes, Callable[[], None]]]:
-    """The opcodes that are possible now, and what each does to the kinds on the `stack`, a list for each MARK."""
+    """Yield the possible next opcodes, each with a function that applies it to the kinds on the `stack`, which has a
+    list for each MARK.
+    """
     s = stack[-1]
     marked = len(stack) > 1
     below = stack[-2][-1] if marked and stack[-2] else ""
@@ -184,7 +186,7 @@ def steps(stack: list[list[str]], memo: dict[int, str]) -> Iterator[tuple[bytes,
 
 @st.composite
 def programs(draw: Callable[..., Any]) -> bytes:
-    """A valid pickle of any opcodes."""
+    """Return a valid pickle of random opcodes."""
     out = bytearray()
     stack: list[list[str]] = [[]]
     memo = dict(enumerate(KINDS_IN_SLOTS))
@@ -212,8 +214,8 @@ def programs(draw: Callable[..., Any]) -> bytes:
 
 @given(programs())
 def test_any_program_does_the_same_things_in_the_same_order(data: bytes) -> None:
-    """Every call, BUILD, append, set item, added member and persistent id of a random
-    valid program, on the same operands.
+    """A random valid program has the same effects in the same order after it is parsed and emitted: calls, BUILD,
+    items, members and persistent ids, with the same operands.
     """
     again = written(data)
     assert trace(again) == trace(data)
@@ -259,7 +261,7 @@ def test_any_program_does_the_same_things_in_the_same_order(data: bytes) -> None
     ],
 )
 def test_rare_opcodes(data: bytes) -> None:
-    """Opcodes of old protocols and rare ones come out as something that says the same."""
+    """Rare opcodes and those of old protocols are emitted with the same effects."""
     assert trace(written(data)) == trace(data)
 
 
@@ -289,13 +291,15 @@ ORDERS = {
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_changes_and_reads_keep_their_order(name: str, protocol: int) -> None:
-    """What is read between two changes is read between them, though writing depth first would change it before."""
+    """A read between two changes is emitted between them, although writing depth first would apply both changes before
+    it.
+    """
     data = b"\x80" + bytes([protocol]) + ORDERS[name]
     assert trace(written(data)) == trace(data)
 
 
 def test_an_ordereddict_made_of_a_dict_that_grows_afterwards() -> None:
-    """The order seen from the outside: the copy has one item, the dict has two."""
+    """A copy keeps one item if its dict gets a second item after the copy."""
     data = b"\x80\x02}q\x00K\x01K\x01s0ccollections\nOrderedDict\nh\x00\x85Rh\x00K\x02K\x02s\x86."
     assert pickle.loads(written(data)) == ({1: 1}, {1: 1, 2: 2}) == pickle.loads(data)
 
@@ -304,7 +308,9 @@ def test_an_ordereddict_made_of_a_dict_that_grows_afterwards() -> None:
 
 
 def test_emitting_is_a_fixed_point() -> None:
-    """What was emitted is emitted again byte for byte; so is what torch's pickler, the C one at protocol 2, writes."""
+    """An emitted pickle is emitted again with the same bytes. So is a pickle from the C pickler with protocol 2, which
+    torch uses.
+    """
     keyed = Plain()
     keyed.state = {1: "y"}  # type: ignore[attr-defined]
     for obj in (
@@ -321,7 +327,7 @@ def test_emitting_is_a_fixed_point() -> None:
 
 @pytest.mark.parametrize("bits", [0x7FF8000000000102, 0xFFF8000000000001, 0x7FF0000000000001, 0x8000000000000000])
 def test_floats_keep_their_bits(bits: int) -> None:
-    """NaN's payloads, its signalling kind, and the sign of zero."""
+    """The payloads of NaN, signaling NaN, and the sign of zero are kept."""
     data = P2 + b"G" + bits.to_bytes(8, "big") + b"."
     assert written(data) == data
 
@@ -338,15 +344,15 @@ def test_floats_keep_their_bits(bits: int) -> None:
     ],
 )
 def test_an_extension_keeps_its_number(code: int, opcode: bytes) -> None:
-    """In the shortest opcode, whichever it came in; nothing is looked up."""
+    """An extension code is emitted in the shortest opcode, without a lookup in the registry."""
     assert written(P2 + b"\x84" + code.to_bytes(4, "little") + b".") == P2 + opcode + b"."
 
 
 class Naming(pickle.Unpickler):
-    """C's unpickler; what it would import becomes a tuple of what it looks for."""
+    """An unpickler in C that returns the module and the name of a global instead of importing it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The two names."""
+        """Return the names."""
         return module, name
 
 
@@ -354,7 +360,9 @@ class Naming(pickle.Unpickler):
     ("module", "name"), [("", "x"), ("m", ""), ("", ""), ("m", "x"), ("a\nb", "x"), ("m", "\udc80"), ("m", "x\r")]
 )
 def test_any_names_of_a_global_are_read_again(module: str, name: str) -> None:
-    """By C's unpickler too, which reads no GLOBAL with an empty line, and Python's writes none."""
+    """C's unpickler reads any emitted global. It reads no GLOBAL with an empty line, and Python's pickler
+    writes none.
+    """
     texts = [text.encode("utf-8", "surrogatepass") for text in (module, name)]
     data = P4 + b"".join(b"X" + len(text).to_bytes(4, "little") + text for text in texts) + b"\x93."
     assert Naming(io.BytesIO(written(data))).load() == (module, name)
@@ -363,7 +371,7 @@ def test_any_names_of_a_global_are_read_again(module: str, name: str) -> None:
 
 
 def test_long_values_stay_in_the_file() -> None:
-    """Text and bytes above the limit are ranges of the source, and come out the same."""
+    """Texts and bytes longer than the limit are ranges of the source, and are emitted without changes."""
     n = LIMITS.inline_bytes + 1
     for obj, kind in (("é" * n, "str"), (b"\xff" * n, "bytes"), (bytearray(b"z" * n), "bytearray")):
         data = pickle.dumps([obj, obj, 1], 5)
@@ -375,9 +383,7 @@ def test_long_values_stay_in_the_file() -> None:
 
 
 def test_a_pickle_between_other_bytes() -> None:
-    """It starts at an offset and ends with its STOP: what stands around it is not
-    touched, and a range is one of the file.
-    """
+    """A pickle can start at an offset and be followed by other bytes. Ranges are positions in the file."""
     text = "a" * (LIMITS.inline_bytes + 1)
     data = pickle.dumps([text, 1], 4)
     file = b"..." + data + b"N."
@@ -395,11 +401,11 @@ class Plain:
 
 
 class Slots:
-    """Its state is a pair."""
+    """An object whose state is a pair."""
 
     __slots__ = ("one", "two")
 
-    def __getstate__(self) -> Any:  # for protocols 0 and 1, which have no such state of their own
+    def __getstate__(self) -> Any:  # protocols 0 and 1 have no such state
         return None, {name: getattr(self, name) for name in self.__slots__ if hasattr(self, name)}
 
 
@@ -412,11 +418,11 @@ class Table(dict):  # type: ignore[type-arg]
 
 
 class Members(set):  # type: ignore[type-arg]
-    """Made by a call."""
+    """A set with attributes, which a call makes."""
 
 
 class Keywords:
-    """Made with keyword arguments."""
+    """An object made with keyword arguments."""
 
     def __getnewargs_ex__(self) -> Any:
         return (1, ["a"]), {"name": "value"}
@@ -437,7 +443,7 @@ class Pair(NamedTuple):
 
 
 class Spread:
-    """Made with a named tuple as its arguments."""
+    """An object made with a named tuple as its arguments."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -447,7 +453,7 @@ class Spread:
 
 
 class SpreadKeywords:
-    """Made by NEWOBJ_EX, with a named tuple as its arguments."""
+    """An object made by NEWOBJ_EX, with a named tuple as its arguments."""
 
     def __getnewargs_ex__(self) -> Any:
         return Pair(*self.args), {"name": "value"}
@@ -459,18 +465,18 @@ class SpreadKeywords:
 
 
 class Setter:
-    """Its state is set by a call whose result pickle throws away."""
+    """An object whose state is set by a call whose result pickle discards."""
 
     def __reduce__(self) -> Any:
         return Setter, (), self.__dict__, None, None, set_state
 
 
 class Numbered:
-    """Its class is a number in copyreg's registry."""
+    """A class with a number in copyreg's registry."""
 
 
 class Named:
-    """Pickled as a global."""
+    """An object that is pickled as a global."""
 
     def __reduce__(self) -> str:
         return "NAMED"
@@ -512,14 +518,14 @@ LEAVES = st.one_of(
 
 @pytest.fixture(scope="module", autouse=True)
 def extension() -> Iterator[None]:
-    """A class in copyreg's registry."""
+    """Add a class to copyreg's registry."""
     copyreg.add_extension(__name__, "Numbered", 70_000)
     yield
     copyreg.remove_extension(__name__, "Numbered", 70_000)
 
 
 def fill(draw: Callable[..., Any], thing: Any, pool: list[Any]) -> None:
-    """Put things of the `pool` into `thing`, itself among them."""
+    """Put objects of the `pool`, which contains `thing`, into `thing`."""
     some = draw(st.lists(st.sampled_from(pool), max_size=3))
     hashable = [x for x in some if isinstance(x, (Plain, str, bytes, int, Keywords))]
     if isinstance(thing, list):
@@ -535,7 +541,7 @@ def fill(draw: Callable[..., Any], thing: Any, pool: list[Any]) -> None:
 
 @st.composite
 def objects(draw: Callable[..., Any], leaves: st.SearchStrategy[Any], classes: tuple[type, ...]) -> Any:
-    """A graph of objects with sharing and cycles."""
+    """Return a random graph of objects with sharing and cycles."""
     pool = draw(st.lists(leaves, min_size=1, max_size=6))
     for make in draw(st.lists(st.sampled_from((list, dict, set, *classes)), max_size=8)):
         pool.append(make())
@@ -562,11 +568,11 @@ HOLDER.members = {HOLDER}  # type: ignore[attr-defined]
 @example(HOLDER, 2)
 @example(HOLDER.members, 4)  # type: ignore[attr-defined]
 @given(objects(st.one_of(LEAVES, NAMES), CLASSES), st.integers(0, 5))
-def test_what_pickle_writes_of_any_objects(obj: Any, protocol: int) -> None:
-    """Shared and cyclic, of every kind of reduce, in every protocol: the same effects in the same order."""
+def test_any_objects_keep_their_effects(obj: Any, protocol: int) -> None:
+    """Objects of any kind, shared and cyclic, have the same effects in the same order in every protocol."""
     try:
         data = pickle.dumps(obj, protocol)
-    except RecursionError:  # a cycle through the arguments of a call: pickle itself gives up
+    except RecursionError:  # a cycle through the arguments of a call, which pickle cannot write
         reject()
     assert trace(written(data)) == trace(data)
 
@@ -575,7 +581,7 @@ def test_what_pickle_writes_of_any_objects(obj: Any, protocol: int) -> None:
     ("cls", "protocol"), [*((Spread, protocol) for protocol in range(6)), (SpreadKeywords, 4), (SpreadKeywords, 5)]
 )
 def test_arguments_can_be_what_a_call_makes(cls: type, protocol: int) -> None:
-    """A named tuple in place of a tuple: pickle takes it, so it is kept, with the globals that it names."""
+    """A named tuple as the arguments of a call is kept, because pickle accepts it. Its globals are listed."""
     data = pickle.dumps([cls([1], "two")] * 2, protocol)
     again = written(data)
     assert trace(again) == trace(data)
@@ -587,7 +593,9 @@ def test_arguments_can_be_what_a_call_makes(cls: type, protocol: int) -> None:
 
 
 def test_arguments_that_torch_makes_are_loadable() -> None:
-    """torch's unpickler, too, calls a function with what another call made; one that nobody allows is in the way."""
+    """torch's unpickler accepts the result of another call as arguments. If that call is not allowed, it is an
+    obstacle.
+    """
     data = P4 + b"cbuiltins\ncomplex\nctorch\nSize\nK\x01K\x02\x86\x85RR."
     graph = graph_of(data)
     assert can_be_made_loadable(graph_of(pickle.dumps([torch.Size([1])], 4)))
@@ -600,22 +608,22 @@ def test_arguments_that_torch_makes_are_loadable() -> None:
 
 @example([{1, "a"}, {"key": {b"b"}}, bytearray(b"c")], 5)
 @given(objects(LEAVES, (collections.OrderedDict,)), st.integers(0, 5))
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")  # torch, of every protocol but 2
-def test_what_nothing_is_in_the_way_of_loads_safely(obj: Any, protocol: int) -> None:
-    """Where no obstacle is found, torch's ``weights_only`` unpickler takes what is written,
-    and gives what pickle gives of the source.
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")  # torch warns about every protocol except 2
+def test_output_without_obstacles_loads_with_weights_only(obj: Any, protocol: int) -> None:
+    """A pickle without obstacles is emitted so that torch's ``weights_only`` unpickler reads it, with the result that
+    pickle gives for the source.
     """
     data = pickle.dumps(obj, protocol)
     graph = graph_of(data)
     if next(obstacles(graph), None) is not None:
         return
     out = written(data, loadable=can_be_made_loadable(graph))
-    if CODES["POP"][0] not in graph_of(out).used:  # a cycle through a tuple cannot be said without it
+    if CODES["POP"][0] not in graph_of(out).used:  # a cycle through a tuple needs this opcode
         assert_same(safe.load(io.BytesIO(out), encoding="utf-8"), pickle.loads(data))
 
 
 def test_no_allowed_name_is_one_of_python_2() -> None:
-    """Under the header of protocol 2, which loadable pickles get, every allowed name means itself."""
+    """With the header of protocol 2, which loadable pickles get, every allowed name keeps its meaning."""
     for name in ALLOWED:
         assert imported_name(Global(*name.rsplit(".", 1)), 2) == name
 
@@ -679,8 +687,8 @@ MALFORMED = {
     "UNICODE with a bad escape": (b"V\\u12\n.", "a UNICODE has a bad escape"),
     "a line without an end": (b"Iabc", "a line of the pickle has no end"),
     "nothing": (b"", "the pickle ends too early"),
-    # octal for C and an error or a decimal for Python, digits in groups, escapes that only warn: two machines read them
-    # differently, and no pickler writes them
+    # octal for C but an error or decimal for Python, digits in groups, escapes that only cause a warning; two readers
+    # read these differently, and no pickler writes them
     **{
         repr(program): (program, "")
         for program in (
@@ -703,8 +711,8 @@ MALFORMED = {
             b"S'a\\'\n.",
         )
     },
-    # atoms, containers, globals and persistent ids are no arguments: no pickler writes them, though pickle in Python
-    # takes a list
+    # atoms, containers, globals and persistent ids cannot be arguments; no pickler writes them, although pickle in
+    # Python accepts a list
     **{
         f"{name} of {args!r}": (P4 + call.replace(b"%b", args), ".*needs a tuple of arguments")
         for name, call in {
@@ -719,7 +727,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed(name: str) -> None:
-    """Each ends in one typed error that says what is wrong, and where."""
+    """A malformed pickle is refused with an error that contains the fault and its position."""
     data, what = MALFORMED[name]
     with pytest.raises(MalformedError, match=f"here at byte [0-9]+: {what}"):
         graph_of(data)
@@ -727,7 +735,7 @@ def test_malformed(name: str) -> None:
 
 @pytest.mark.parametrize("program", [b"\x97.", b"N\x98."])
 def test_buffers_that_are_not_in_the_file_are_unsupported(program: bytes) -> None:
-    """Protocol 5's out-of-band buffers."""
+    """The out-of-band buffers of protocol 5 are unsupported."""
     with pytest.raises(UnsupportedError):
         graph_of(b"\x80\x05" + program)
 
@@ -741,7 +749,7 @@ def test_buffers_that_are_not_in_the_file_are_unsupported(program: bytes) -> Non
     ],
 )
 def test_limits(limits: Limits, data: bytes, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pickle that is fine otherwise, above one of them, is an error of its own kind."""
+    """A valid pickle that exceeds a limit is refused with a LimitError."""
     graph_of(data)
     monkeypatch.setattr(ckptconv.pickles.machine, "LIMITS", limits)
     monkeypatch.setattr(ckptconv.pickles.machine, "_WINDOW", 16)
@@ -750,12 +758,14 @@ def test_limits(limits: Limits, data: bytes, what: str, monkeypatch: pytest.Monk
 
 
 def long_integer(n: int) -> bytes:
-    """A pickle of an integer of `n` bytes."""
+    """Return a pickle of an integer of `n` bytes."""
     return P2 + b"\x8b" + n.to_bytes(4, "little") + b"1" * n + b"."
 
 
 def test_an_integer_is_at_most_as_long_as_what_is_held() -> None:
-    """One byte more than a text that is held: no checkpoint has such an integer, and it cannot stay in the file."""
+    """An integer longer than the longest text in memory is refused. No checkpoint has such an integer, and it cannot
+    stay in the file.
+    """
     longest = LIMITS.inline_bytes
     assert graph_of(long_integer(longest)).root == int.from_bytes(b"1" * longest, "little")
     with pytest.raises(LimitError, match="an integer in the pickle is too long"):
@@ -766,7 +776,9 @@ def test_an_integer_is_at_most_as_long_as_what_is_held() -> None:
 @pytest.mark.parametrize("double", [b"2\x86", b"q\x00h\x00\x86"], ids=["DUP", "memo"])
 @pytest.mark.parametrize("frame", [b"%b", b"}%bNs", b"\x8f(%b\x90", b"(%b\x91", b"cm\nf\n%b\x85R", b"%bQ"])
 def test_doubling_stays_small(frame: bytes, double: bytes) -> None:
-    """A tuple that stands for 2 to the 2,000, by DUP or the memo, as value, key, member, argument: under 4 MB."""
+    """A tuple that doubles 2,000 times, by DUP or the memo, is parsed and emitted in less than 4 MiB. It may be a
+    value, a key, a member or an argument.
+    """
     data = b"\x80\x04" + frame.replace(b"%b", b"N" + double * 2000) + b"."
     with memory_below(4 << 20):
         written(data)
@@ -783,13 +795,13 @@ def test_doubling_stays_small(frame: bytes, double: bytes) -> None:
     ],
 )
 def test_a_length_that_lies_costs_nothing(code: bytes) -> None:
-    """A length of gigabytes or more in a file of a few bytes: a typed error, and nothing is allocated for it."""
+    """A length of gigabytes in a file of a few bytes is refused without allocating memory for it."""
     with memory_below(1 << 20), pytest.raises(CkptconvError):
         graph_of(code + b"abc.")
 
 
 def test_an_absurd_argument_is_never_called() -> None:
-    """``bytearray(2**40)``, which the allowlist permits: kept as it is, at no cost."""
+    """A call of ``bytearray(2**40)``, which the allowlist permits, is emitted unchanged and is not executed."""
     data = b"\x80\x02cbuiltins\nbytearray\nq\x00\x8a\x06\x00\x00\x00\x00\x00\x01\x85q\x01Rq\x02."
     with memory_below(1 << 20):
         assert written(data) == data
@@ -801,7 +813,7 @@ def test_an_absurd_argument_is_never_called() -> None:
     ids=["text", "bytes", "string", "bytearray"],
 )
 def test_long_values_are_never_held(code: bytes, unit: bytes) -> None:
-    """Reading 64 MiB in one text, bytes or byte string takes a few MB, wherever it stands."""
+    """A text, bytes or a byte string of 64 MiB is read in less than 8 MiB."""
     n = 64 << 20
     head, tail = b"](" + code.replace(b"%b", n.to_bytes(4, "little")), b"K\x01e."
 
@@ -819,8 +831,8 @@ def test_long_values_are_never_held(code: bytes, unit: bytes) -> None:
 
 
 def test_a_long_text_is_checked_across_windows() -> None:
-    """A character cut by the edge of a window is one; a byte that is none, anywhere, or a
-    character cut by the text's end, is an error.
+    """A character that crosses the boundary of two windows is valid. An invalid byte, or an incomplete character at the
+    end, is refused.
     """
     text = "a" * ((1 << 20) - 1) + "é" + "b" * 100
     data = pickle.dumps(text, 4)
@@ -831,7 +843,7 @@ def test_a_long_text_is_checked_across_windows() -> None:
             graph_of(b"X" + len(bad).to_bytes(4, "little") + bad + b".")
 
 
-LEVELS = 30_000  # which is more than a stack of 8 MB has for C code
+LEVELS = 30_000  # more than C code can recurse on a stack of 8 MB
 DEEP = {
     "tuples": b"N" + b"\x85" * LEVELS,
     "pairs": b"N" + b"2\x86" * LEVELS,
@@ -846,7 +858,7 @@ DEEP = {
 @pytest.mark.untraced
 @pytest.mark.parametrize("kind", DEEP)
 def test_depth_of_any_kind_needs_no_stack(kind: str) -> None:
-    """Objects of many levels are parsed, walked, written and freed without recursion."""
+    """Objects of many levels are parsed, walked and emitted without recursion."""
     graph = graph_of(P4 + DEEP[kind] + b".")
     assert sum(1 for _ in walk([graph.root])) >= LEVELS
     assert len(b"".join(p for p in emit(graph, loadable=False) if isinstance(p, bytes))) > LEVELS
@@ -854,8 +866,8 @@ def test_depth_of_any_kind_needs_no_stack(kind: str) -> None:
 
 @pytest.mark.untraced
 def test_every_flipped_bit_and_every_cut_end_in_our_errors() -> None:
-    """A good pickle of every kind of object, with any bit turned or cut anywhere: an error
-    of ours, or what can be written again.
+    """If a pickle of every kind of object is truncated at any byte, it is malformed. If any bit is flipped, it is
+    refused or can be emitted.
     """
     things = [make() for make in CLASSES]
     for thing in things:
@@ -876,6 +888,6 @@ def test_every_flipped_bit_and_every_cut_end_in_our_errors() -> None:
 
 
 def test_inline_limit_is_exact() -> None:
-    """At the limit a value is held, one above it stays in the file."""
+    """A value at the limit is kept in memory. A value above the limit stays in the file."""
     for extra, kind in ((0, str), (1, Blob)):
         assert type(graph_of(pickle.dumps("a" * (LIMITS.inline_bytes + extra), 4)).root) is kind

@@ -1,4 +1,4 @@
-"""The grammar of paths: segments are unique, and parse back."""
+"""Path segments: a path is parsed back into its segments, and different keys have different segments."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ numbered = st.builds(lambda segment, again: segment + again, segments, st.sample
     ],
 )
 def test_segments_of_keys(key: Any, segment: str) -> None:
-    """Strings after a slash, other keys by their literal in brackets, by position what has
-    no short one; all of them parse back.
+    """The segment of a string key begins with a slash. Other keys have their literal in brackets, or their position if
+    they have no short literal. All segments are parsed back.
     """
     assert key_segment(key, 7) == segment
     assert parse_path("a" + segment) == ["/a", segment]
@@ -83,20 +83,20 @@ def test_segments_of_keys(key: Any, segment: str) -> None:
     ],
 )
 def test_paths_fall_into_segments(path: str, expected: list[str]) -> None:
-    """Every form of the table in the module's docstring, in the order from the root."""
+    """``parse_path`` returns the segments of a path in order from the root."""
     assert parse_path(path) == expected
 
 
-def test_what_is_no_path_ends() -> None:
-    """A quote that nobody closes: no endless search, and the pieces do not make the path."""
+def test_an_unclosed_quote_is_not_a_path() -> None:
+    """``parse_path`` returns for a quote that is never closed. Its segments do not add up to the path."""
     path = "[" + "'" + "\\a" * 200
     assert "".join(parse_path(path)) != path
 
 
 @given(st.lists(numbered, min_size=1, max_size=5))
-def test_a_path_is_its_segments(made: list[str]) -> None:
-    """Whatever the keys: the joined segments parse back into the same ones, so nothing
-    is lost and two places have two paths.
+def test_joined_segments_are_parsed_back(made: list[str]) -> None:
+    """The segments of any keys, joined to a path, are parsed back into the same segments. So two different positions
+    never have the same path.
     """
     path = "".join(made).removeprefix("/")
     assert path != "."
@@ -105,7 +105,9 @@ def test_a_path_is_its_segments(made: list[str]) -> None:
 
 @given(st.lists(keys, min_size=2, max_size=6))
 def test_different_keys_have_different_segments(some: list[Any]) -> None:
-    """Two keys of other types or values never share a segment; those known by position alone have other positions."""
+    """Keys of different types or values have different segments. A key without a short literal has its position as its
+    segment.
+    """
     by_segment: dict[str, Any] = {}
     for position, key in enumerate(some):
         plain = tuple(key.items) if isinstance(key, Tuple) else key

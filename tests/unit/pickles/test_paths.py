@@ -1,4 +1,4 @@
-"""Where things stand: every place in a graph has a path of its own, which parses back."""
+"""Paths of the nodes in a graph: each position has a unique path, which is parsed back into its segments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def paths_of(obj: object, protocol: int = 2) -> list[str]:
 
 
 class Thing:
-    """An object whose state BUILD sets."""
+    """An object whose attributes are the state of a BUILD opcode."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -71,26 +71,30 @@ CYCLE.append(CYCLE)
         (frozenset([7]), 4, [".", "{0}"]),
         ({(1, "a"): 5}, 2, [".", "<0>", "<0>[0]", "<0>[1]", "[(1, 'a')]"]),
         ({(1, (2,)): 5}, 2, [".", "<0>", "<0>[0]", "<0>[1]", "<0>[1][0]", "[<0>]"]),
-        # keyword arguments: by their names, escaped; one that is called like a position comes second
+        # keyword arguments have their escaped names as segments; a name that equals a position gets a number
         (Named(), 4, [".", "(0)", "(a\\/b)", "(call)", "(0)\\2"]),
-        # a thing stands at each of its paths; what is in it is listed at the first
+        # an object is listed at each of its paths, but its contents only at the first
         ([SHARED, SHARED], 2, [".", "[0]", "[0]/x", "[1]"]),
         (CYCLE, 2, [".", "[0]"]),
     ],
 )
 def test_the_forms_of_paths(obj: Any, protocol: int, paths: list[str]) -> None:
-    """Each form of the table in ``names``, from pickles that Python writes."""
+    """The paths of pickles that Python writes have the forms in the docstring of ``ckptconv.pickles.paths``."""
     assert paths_of(obj, protocol) == paths
 
 
 @pytest.mark.parametrize(("key", "path"), [(b"k", "[b'k']"), ((b"k", 1), "[(b'k', 1)]")])
-def test_keys_that_a_call_makes(key: object, path: str) -> None:
-    """Protocol 2 has no opcode for bytes."""
+def test_keys_that_are_made_by_a_call(key: object, path: str) -> None:
+    """A key that contains bytes is a literal in the path under protocol 2, too. This protocol has no opcode for bytes,
+    so the pickle calls a function.
+    """
     assert paths_of({key: 1}, 2)[-1] == path
 
 
 def test_the_result_of_a_call_that_is_called() -> None:
-    """Protocol 2 writes keyword arguments as a call of ``functools.partial(...)``; it has a place too."""
+    """A call whose result is called has the path ``(call)``. Protocol 2 writes keyword arguments as a call of
+    ``functools.partial(...)``.
+    """
     assert paths_of(Named(), 2)[:3] == [".", "(call)", "(call)/(0)"]
 
 
@@ -106,13 +110,15 @@ def test_the_result_of_a_call_that_is_called() -> None:
     ],
     ids=["key", "index", "attribute", "state", "attribute and state", "element and key"],
 )
-def test_what_is_set_twice(data: bytes, paths: list[str]) -> None:
-    """The second of one segment in one place is numbered, so paths stay unique."""
+def test_repeated_segments_are_numbered(data: bytes, paths: list[str]) -> None:
+    """If a segment occurs again below the same parent, it gets a number. So paths are unique."""
     assert [place.path for place in places_of(data)] == paths
 
 
 def test_keys_of_mappings_and_attributes_are_kept() -> None:
-    """``key`` is the unescaped string; a position has none."""
+    """The ``key`` of a place is the unescaped string of a mapping key or an attribute name. It is None for list
+    items.
+    """
     places = places_of(pickle.dumps({"a/b": [1], "t": Thing(rng=2)}, 2))
     assert [(place.path, place.key) for place in places] == [
         (".", None),
@@ -124,15 +130,17 @@ def test_keys_of_mappings_and_attributes_are_kept() -> None:
 
 
 def test_doubling_costs_nothing() -> None:
-    """A graph with 2**60 paths has 121 places."""
+    """A graph with 2**60 paths has only 121 places, because each shared node is entered once."""
     node: list[Any] = []
     for _ in range(60):
         node = [node, node]
     assert len(paths_of(node)) == 121
 
 
-def test_arguments_that_calls_share_stand_in_the_first() -> None:
-    """A thousand calls with one tuple of a thousand arguments have two thousand places below them, not a million."""
+def test_shared_arguments_are_listed_below_the_first_call() -> None:
+    """Arguments that calls share are listed only below the first call. A thousand calls with the same thousand
+    arguments have two thousand places below the list, not a million.
+    """
     arguments = b"(" + b"K\1" * 1000 + b"tq\1"
     calls = b"](" + b"cm\nf\n" + arguments + b"R" + b"cm\nf\nh\1R" * 999 + b"e."
     places = places_of(b"\x80\x02" + calls)
@@ -148,8 +156,8 @@ def test_arguments_that_calls_share_stand_in_the_first() -> None:
     ],
     ids=["state", "keywords"],
 )
-def test_what_objects_share_stands_in_the_first(first: bytes, each: bytes, path: str) -> None:
-    """A thousand objects with one state of a thousand attributes, or with one dict of keywords."""
+def test_shared_states_and_keywords_are_listed_below_the_first_object(first: bytes, each: bytes, path: str) -> None:
+    """A state, or a dict of keyword arguments, that a thousand objects share is listed only below the first object."""
     shared = b"}q\1(" + b"".join(b"\x8c\4a%03dN" % i for i in range(1000)) + b"u"
     cls = b"cm\nf\n" + first
     places = places_of(b"\x80\x04](" + cls + shared + each.removeprefix(b"h\1") + (cls + each) * 999 + b"e.")
@@ -157,9 +165,9 @@ def test_what_objects_share_stands_in_the_first(first: bytes, each: bytes, path:
     assert places[2].path == path
 
 
-def test_a_state_and_what_stands_elsewhere_too() -> None:
-    """The state of an object that stands in the checkpoint itself, as ``vars(args)`` beside ``args``, is listed in both
-    places.
+def test_a_state_that_is_also_an_item_is_listed_twice() -> None:
+    """The state of an object that is also an item of the checkpoint is listed at both positions. An example is
+    ``vars(args)`` next to ``args``.
     """
     assert [place.path for place in places_of(b"\x80\x02](cm\nf\n)\x81}q\1\x8c\1aNsbh\1e.")] == [
         ".",
@@ -171,7 +179,9 @@ def test_a_state_and_what_stands_elsewhere_too() -> None:
 
 
 def test_one_key_many_times_is_limited() -> None:
-    """A mapping with one long key, said once and read again and again, is refused before there are paths."""
+    """A mapping that reads one key of 65,536 bytes from the memo a thousand times is refused, because its paths are too
+    long. A key of 1,000 bytes is accepted.
+    """
     assert len(places_of(b"\x80\x02}(" + b"X\xe8\3\0\0" + b"a" * 1000 + b"q\1N" + b"h\1N" * 1000 + b"u.")) == 1002
     long = b"X" + (1 << 16).to_bytes(4, "little") + b"a" * (1 << 16)
     with pytest.raises(LimitError, match="paths in the checkpoint are too long"):
@@ -179,7 +189,7 @@ def test_one_key_many_times_is_limited() -> None:
 
 
 def test_nesting_is_limited() -> None:
-    """As deep as the limit goes and no deeper, without recursion."""
+    """A graph that is nested as deeply as the limit allows is accepted. One level more is refused."""
 
     def nested(levels: int) -> bytes:
         return b"]" * levels + b"a" * (levels - 1) + b"."
@@ -190,7 +200,9 @@ def test_nesting_is_limited() -> None:
 
 
 def test_leaves_are_reported_and_not_entered() -> None:
-    """But for the attributes that they hand back; a leaf stands wherever it is used."""
+    """A node for which the `leaf` function returns a list is reported, but its arguments are not. Only the values in
+    the list are entered, here the states.
+    """
     graph = graph_of(pickle.dumps([Reduced(Thing, (1, ["x"])), {"k": 1}, Thing(a=1)], 2))
 
     def leaf(node: Node) -> list[Any] | None:
@@ -203,8 +215,8 @@ def test_leaves_are_reported_and_not_entered() -> None:
 
 
 def test_paths_of_a_long_key_are_bounded() -> None:
-    """A key that the pickle names once stands in the path of everything below it: the
-    paths together are bounded, not the file.
+    """The total length of all paths is limited. A key that the pickle contains once occurs in the path of every node
+    below it.
     """
     key = "k" * 1000
 
@@ -239,8 +251,8 @@ objects = st.recursive(
 
 @given(objects, st.integers(0, 5))
 def test_paths_are_unique_and_parse_back(obj: Any, protocol: int) -> None:
-    """For any object and protocol: no two places have one path, and a path's segments are those of the
-    places above it.
+    """For any object and protocol, no two places have the same path. Each path is parsed back into the segments of the
+    place and its parents.
     """
     places = places_of(pickle.dumps(obj, protocol))
     paths = [place.path for place in places]

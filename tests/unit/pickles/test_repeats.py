@@ -1,4 +1,6 @@
-"""Repeated items: what is read of ``.metadata`` is what a machine without repeats reads, whatever the file contains."""
+"""Repeated items: reading them in columns gives the same content of ``.metadata`` as reading each opcode, for
+any file.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ _ODD = (b"h\x05", b"K\x07", b"q\x07", b"r\x00\x01\x00\x00", b"\x94", b"0", b"2",
 
 
 def _metadata(random: Random) -> Metadata:
-    """What torch describes of a few tensors in chunks, with sizes that are one object or several."""
+    """Return torch's metadata of a few tensors in chunks. Equal sizes are one object or several."""
     ranks, shapes = random.randrange(1, 4), random.sample(_SHAPES, random.randrange(1, 4))
     name = random.choice(("layers.{}.w", "{}", "offset{}", "\u00e4.{}"))
     names = ["offset", "fqn", *map(name.format, range(random.randrange(60)))][random.randrange(3) :]
@@ -44,7 +46,7 @@ def _metadata(random: Random) -> Metadata:
     items: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     at = Counter[int]()
-    files = [f"__{rank}_0.distcp" for rank in range(ranks)]  # all positions in a file share its name, as in a run
+    files = [f"__{rank}_0.distcp" for rank in range(ranks)]  # all entries of a file share its name, as in a real run
     for name in names:
         if random.random() < 0.05:
             items[name] = BytesStorageMetadata()
@@ -59,7 +61,7 @@ def _metadata(random: Random) -> Metadata:
             offsets = torch.Size((rank * rows, *(0 for _ in shape[1:])) if shape else ())
             sizes = torch.Size((rows, *shape[1:]) if shape else ())
             chunks.append(ChunkStorageMetadata(offsets, sizes))
-            own = name[:1] + name[1:] if random.random() < 0.5 else name  # each process of a run has its own text
+            own = name[:1] + name[1:] if random.random() < 0.5 else name  # each process of a run has its own string
             index = MetadataIndex(own, offsets if random.random() < 0.5 else torch.Size(offsets), rank)
             length = random.choice((100, 100, 70_000))
             stored[index] = _StorageInfo(files[rank], at[rank], length)
@@ -70,21 +72,21 @@ def _metadata(random: Random) -> Metadata:
     made = Metadata(items, {name: (name,) for name in items}, stored)
     made.version = "1.0.0"
     if stored and random.random() < 0.1:
-        made.storage_meta = random.choice([*stored])  # ckptconv does not look at it, but reads it from the memo
+        made.storage_meta = random.choice([*stored])  # ckptconv ignores this, but reads it from the memo
     return made
 
 
 def _written(random: Random) -> bytes:
-    """The bytes of a ``.metadata``, as torch, or this package, writes them."""
+    """Return the bytes of a ``.metadata`` file, as torch or this package writes it."""
     data = pickle.dumps(_metadata(random), random.choice((2, 4, 4, 5)))
     if random.random() < 0.4:
         data = metadata_bytes(read_metadata(BytesSource(data, Path("m"))))
-    return pickletools.optimize(data) if random.random() < 0.2 else data  # without puts that nothing reads
+    return pickletools.optimize(data) if random.random() < 0.2 else data  # remove puts that nothing reads
 
 
 def _changed(random: Random, data: bytes) -> bytes:
-    """`data` with a few bytes that are others, that are missing, or that stand elsewhere too."""
-    if random.random() < 0.5:  # another text in a slot from which something is read later
+    """Return `data` with a few bytes replaced, removed or inserted."""
+    if random.random() < 0.5:  # put another text into a memo slot that may be read later
         *starts, _ = (at for _, _, at in pickletools.genops(data))
         at, slot = random.choice(starts[1:]), random.randrange(500)
         put = b"q%c" % slot if slot < 256 else b"r" + slot.to_bytes(4, "little")
@@ -104,8 +106,10 @@ def _read(data: bytes) -> object:
 
 
 @pytest.mark.untraced
-def test_the_same_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same content, errors and positions, of files of torch and of this package, also where bytes are changed."""
+def test_repeated_items_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ``.metadata`` file gives the same content or the same error with and without repeated items. The files are
+    written by torch and by this package, and their bytes are changed at random.
+    """
     met = Counter[str]()
     for seed in range(_COUNT):
         random = Random(seed)

@@ -1,4 +1,4 @@
-"""Rows: the graph is what the machine makes without them, and what a row is made of comes when it is asked for."""
+"""Rows: the graph is the same as without them, and the nodes inside a row are created when they are first needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptconv.pickles.rows import RowCall
 from tests.support.row_pickles import described, edit, emitted, made, mapping, read
 
 _COUNT = 100_000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1_500
-_KEYS = (12,) * 17  # of rows, behind the first of which 1, 2, 4, 8 and 1 are read at once
+_KEYS = (12,) * 17  # of 17 rows: after the first row, 1, 2, 4, 8 and 1 rows are read at once
 
 
 def _rows(graph: Graph | None) -> list[RowCall]:
@@ -27,9 +27,9 @@ def _rows(graph: Graph | None) -> list[RowCall]:
 
 
 @pytest.mark.untraced
-def test_the_graph_is_the_machines() -> None:
-    """The same nodes, what is shared among them, orders, opcodes, errors and where they are; however little is read at
-    once, and however few opcodes there may be.
+def test_random_pickles_have_the_same_graph_with_and_without_rows() -> None:
+    """Random pickles give the same graph, shared nodes, errors and positions with and without rows, and the same
+    output. The bytes that are read at once and the limit of opcodes vary.
     """
     met: Counter[str] = Counter()
     for seed in range(_COUNT):
@@ -57,8 +57,10 @@ def test_the_graph_is_the_machines() -> None:
 
 
 @pytest.mark.untraced
-def test_what_a_row_is_made_of() -> None:
-    """It is made once, and then the row is a call like others: what is asked for can be changed."""
+def test_nodes_inside_a_row_are_created_once() -> None:
+    """The nodes inside a row are created once, when they are first needed. After that the row is an ordinary call, and
+    its arguments can be replaced.
+    """
     graphs = (read(made(Random(seed)), rows=True)[0] for seed in range(1_500))
     calls = [call for graph in graphs for call in _rows(graph) if call.row]
     assert len(calls) > 20
@@ -79,7 +81,7 @@ def test_what_a_row_is_made_of() -> None:
 
 
 def _both(data: bytes) -> tuple[Graph, Graph]:
-    """The graphs of `data` with rows and without."""
+    """Return the graphs of `data` with rows and without."""
     graph, plain = read(data, rows=True)[0], read(data, rows=False)[0]
     assert graph and plain and any(call.next_items for call in _rows(graph))
     return graph, plain
@@ -90,7 +92,9 @@ def _both(data: bytes) -> tuple[Graph, Graph]:
 @pytest.mark.parametrize("wrapped", [(False,), (True,), (True, True, False)])
 @pytest.mark.parametrize("again", [0, 1 << 22])
 def test_edited_items(again: int, wrapped: tuple[bool, ...]) -> None:
-    """Items are left in the source only where the same would be written."""
+    """An edited graph gives the same output with and without rows, also if unchanged items are copied from the
+    source.
+    """
     data, met = mapping(_KEYS, again=again, wrapped=wrapped), set[bool]()
     for seed in range(200):
         graph, plain = _both(data)
@@ -102,8 +106,10 @@ def test_edited_items(again: int, wrapped: tuple[bool, ...]) -> None:
     assert met == ({True, False} if not again else {False})
 
 
-def test_a_tag_that_was_read_where_the_word_is() -> None:
-    """Where both stood another text stands, which is the tag now, and the word stands elsewhere."""
+def test_a_tag_that_is_read_from_the_slot_of_the_word() -> None:
+    """The rows of this pickle read their tag from the memo slot of the word ``storage``. After the word is moved and
+    the tag is replaced, the output is the same with and without rows.
+    """
     data = mapping(_KEYS, tag=3)
     written = []
     for graph, splice in zip(_both(data), (True, False), strict=True):
@@ -115,14 +121,18 @@ def test_a_tag_that_was_read_where_the_word_is() -> None:
 
 
 def test_keys_of_one_character() -> None:
-    """Python has one object for them, which a second time is read from the memo."""
+    """Storage keys of one character give the same output with and without rows. Python has only one object for such a
+    string, so its second occurrence is read from the memo.
+    """
     data = mapping((*_KEYS[:9], 7, 7, *_KEYS[11:]))
     graph, plain = _both(data)
     assert emitted(graph, data, splice=True) == emitted(plain, data, splice=False)
 
 
 def test_views_of_a_storage_with_another_key() -> None:
-    """What they read from the memo is another text then, so they have to say it."""
+    """Views read the key of their storage from the memo. After the row that puts this key into the memo gets another
+    key, the output is the same with and without rows.
+    """
     data = mapping(_KEYS, views=True)
     graphs = [read(data, rows=rows)[0] for rows in (True, False)]
     assert all(graphs) and sum(call.form is not None and not call.form.puts_key for call in _rows(graphs[0])) == 16
@@ -138,14 +148,18 @@ def test_views_of_a_storage_with_another_key() -> None:
 
 @pytest.mark.parametrize("slot", [2**32 - 1, 2**32, 2**60, 2**70])
 def test_a_function_from_a_slot_of_many_digits(slot: int) -> None:
-    """No opcode of a row can say that slot."""
+    """A function that is read from a memo slot with a large number gives the same graph with and without rows. The
+    opcodes of a row have at most four bytes for a slot.
+    """
     data = mapping(_KEYS).replace(b"q\0", b"q\0p%d\n" % slot).replace(b"h\0((", b"g%d\n((" % slot, 4)
     graph, plain = _both(data)
     assert described(graph) == described(plain)
 
 
-def test_rows_that_are_new() -> None:
-    """Calls for tensors of other containers are rows, and are written as calls whose nodes were all created."""
+def test_calls_for_other_tensors_are_rows() -> None:
+    """Calls for tensors of other containers are created as rows. Their output is the same as that of calls whose inner
+    nodes were all created.
+    """
     pickles = []
     keys = [*map(str, range(100))]
     for entered in (False, True):

@@ -1,4 +1,4 @@
-"""What notebooks show: a page in a frame, or text; small, folded where it is long, and never markup of a file."""
+"""HTML for notebooks: a page in a frame, or text. It is limited in size, and names from a file never become markup."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def saved(folder: Path, n: int, name: str = "layers.{}.weight") -> ckptconv.Summ
 
 
 @pytest.mark.parametrize(("n", "tags"), [(3, ["iframe"]), (201, ["details", "summary", "iframe"])])
-def test_a_summary_is_its_page(n: int, tags: list[str], tmp_path: Path) -> None:
-    """In a frame that may run the page's own script, and has no origin; folded where there are many tensors."""
+def test_a_summary_is_shown_as_a_page(n: int, tags: list[str], tmp_path: Path) -> None:
+    """A summary is shown as a page in a frame, which may run scripts but has no origin. The frame is folded if the
+    checkpoint has many tensors.
+    """
     summary = saved(tmp_path, n, "a'b\"c</iframe>&amp;{}")
     html = summary._repr_html_()
     elements = Elements(html)
@@ -50,15 +52,17 @@ def test_a_summary_is_its_page(n: int, tags: list[str], tmp_path: Path) -> None:
 
 
 def data_in(html: str) -> Any:
-    """What the page in a frame shows."""
+    """Return the data of the page in the frame of `html`."""
     page = Elements(html).found[-1][1]["srcdoc"]
     assert page and page.count('id="data">') == 1
     return json.loads(page.split('id="data">')[1].split("</script>")[0])
 
 
 @pytest.mark.untraced
-def test_what_is_too_large_has_the_largest(tmp_path: Path) -> None:
-    """As many as there is room for, and how many there are; text where there is room for none."""
+def test_a_large_summary_shows_the_largest_tensors(tmp_path: Path) -> None:
+    """A summary that is too large shows the largest tensors, and the number of tensors that were left out. It is text
+    if there is no room for a single tensor.
+    """
     torch.save({f"layers.{i}.weight": torch.ones(i % 1000) for i in range(5000)}, tmp_path / "m.pt")
     html = ckptconv.inspect(tmp_path / "m.pt")._repr_html_()
     assert 80_000 < len(html) <= 100_000 and Elements(html).found[0][0] == "details"
@@ -73,7 +77,7 @@ def test_what_is_too_large_has_the_largest(tmp_path: Path) -> None:
     assert " more lines" in elements.text
 
 
-def test_a_difference_is_its_page(tmp_path: Path) -> None:
+def test_a_difference_is_shown_as_a_page(tmp_path: Path) -> None:
     saved(tmp_path, 1, "<script>{}")
     torch.save({f"<img src=x>{i}": torch.ones(2) for i in range(300)}, tmp_path / "b.pt")
     found = ckptconv.diff(tmp_path / "m.pt", tmp_path / "b.pt")
@@ -84,8 +88,10 @@ def test_a_difference_is_its_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "out/"])
-def test_a_report_is_the_page_of_what_was_written(out: str, tmp_path: Path) -> None:
-    """With what was done above, and for each tensor what it was called; ties together."""
+def test_a_report_shows_the_page_of_its_output(out: str, tmp_path: Path) -> None:
+    """A report shows the page of its output. The page contains the changes, the previous name of each tensor, and a
+    list of tied tensors.
+    """
     tied = torch.ones(2)
     torch.save({"module.a": tied, "module.b": tied, "module.c": torch.ones(3)}, tmp_path / "m.pt")
     options = {"max_shard_size": "10", "format": "safetensors"} if out == "out/" else {}
@@ -101,8 +107,10 @@ def test_a_report_is_the_page_of_what_was_written(out: str, tmp_path: Path) -> N
     assert [written[i] for i in tie] == ["a", "b"]
 
 
-def test_a_report_of_what_is_no_more_is_text(tmp_path: Path) -> None:
-    """Of a dry run, of what was deleted or written anew, and of what stands elsewhere."""
+def test_a_report_without_its_output_is_text(tmp_path: Path) -> None:
+    """A report is text if its output was replaced or deleted, or is remote. The results of a dry run and of ``verify``
+    are text, too.
+    """
     saved(tmp_path, 2)
     target = tmp_path / "out.pt"
     report = ckptconv.convert(tmp_path / "m.pt", target, add_prefix="<b>.")

@@ -1,5 +1,6 @@
-"""Pages as files: what is in them, how large they are, and that nothing of a checkpoint is markup. What they do in a
-browser is in tests/long/test_pages.py.
+"""Pages as files: their content and size, and that no text of a checkpoint becomes markup.
+
+The behavior of pages in a browser is tested in tests/long/test_pages.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 class Parsed(HTMLParser):
-    """A page as a parser of HTML sees it: its elements, and the texts of those that are read raw."""
+    """A page as an HTML parser reads it: its tags, its attributes, and the raw text of each kind of element."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -50,13 +51,15 @@ def page_of(command: Command, *words: str) -> Parsed:
 
 
 def page_of_two(command: Command, *words: str) -> Parsed:
-    """That of the difference of a.pt and b.pt."""
+    """Return the page of the difference between a.pt and b.pt."""
     command("diff", "a.pt", "b.pt", "--html", "d.html", "--force", *words, status=1, err="d.html: written, ")
     return Parsed(Path("d.html").read_text("utf-8"))
 
 
 def data_of(page: Parsed) -> Any:
-    """The data, in which lists of equal items have one item, as the page unpacks them."""
+    """Return the data of `page`. A list of equal items has only one item in the page, and is expanded here as the page
+    does it.
+    """
     data = json.loads(page.raw["data"])
     columns = data["tensors"]
     n = len(columns["paths"]) // 2
@@ -70,7 +73,7 @@ def data_of(page: Parsed) -> Any:
 
 
 def facts_in(columns: Any) -> dict[str, list[Any]]:
-    """What each tensor has of each fact."""
+    """Return the facts of `columns`, each with the values for all tensors."""
     return {
         fact["name"]: fact["numbers"] if "numbers" in fact else [[*fact["words"], None][i] for i in fact["at"]]
         for fact in columns["facts"]
@@ -78,7 +81,7 @@ def facts_in(columns: Any) -> dict[str, list[Any]]:
 
 
 def extents_in(side: Any) -> list[Any]:
-    """The bytes and elements of each tensor in one file, and whether they count."""
+    """Return the number of bytes and of elements of each tensor of `side`, and whether the tensor is counted."""
     return [[*side["words"], None][i] for i in side["at"]]
 
 
@@ -91,7 +94,9 @@ def paths_in(columns: Any) -> list[str]:
 
 
 def test_the_policy_allows_its_own_script_and_nothing_else(command: Command) -> None:
-    """No element and no attribute that would ask for anything."""
+    """The policy of a page allows only its own script and style. The page has no element or attribute that requests a
+    resource.
+    """
     torch.save({"w": torch.ones(2)}, "m.pt")
     page = page_of(command)
     (policy,) = re.findall(r"default-src.*", next(v for k, v in page.attributes if k == "content" and v and "src" in v))
@@ -105,7 +110,9 @@ def test_the_policy_allows_its_own_script_and_nothing_else(command: Command) -> 
 
 
 def test_names_are_data(command: Command) -> None:
-    """A parser sees the same elements whatever the tensors are called; the names come out as they are."""
+    """The elements of a page do not depend on the names of tensors and files. The data contains the names of tensors
+    unchanged.
+    """
     torch.save({"w": torch.ones(2)}, "m.pt")
     plain = page_of(command).tags
     names = [
@@ -138,8 +145,8 @@ def test_names_are_data(command: Command) -> None:
     assert page.tags == plain and "<" not in page.raw["data"]
 
 
-def test_what_is_in_it(command: Command) -> None:
-    """Each tensor with its facts, ties and storages by number, and the verdict in words."""
+def test_content_of_a_page(command: Command) -> None:
+    """A page contains the facts of each tensor, its ties and its storage as numbers, and the verdict as text."""
     base = torch.arange(6.0).reshape(2, 3)
     torch.save({"a": base, "b": base, "t": base.t(), "h": torch.tensor([1.0, float("nan")]).half()}, "m.pt")
     data = data_of(page_of(command, "--histogram"))
@@ -170,8 +177,10 @@ class Harm:
         return os.system, ("true",)
 
 
-def test_what_is_dangerous_is_the_headline(command: Command) -> None:
-    """Of a checkpoint, and of two that are compared; nothing else is said of whether it loads."""
+def test_dangerous_globals_are_in_the_verdict(command: Command) -> None:
+    """The verdict contains the dangerous globals of a checkpoint, or of two that are compared. For a single checkpoint,
+    it then does not tell whether the checkpoint loads.
+    """
     torch.save({"w": torch.ones(2), "v": Harm()}, "m.pt")
     verdict = data_of(page_of(command))["verdict"]
     assert "posix.system at v" in verdict["danger"][0] and verdict["text"] == "" and not verdict["findings"]
@@ -192,7 +201,9 @@ def test_three_thousand_tensors_are_small(command: Command) -> None:
 
 
 def test_parts_and_storages(command: Command) -> None:
-    """Each tensor says what it belongs to, and what its storage has beside it."""
+    """A page contains the part of the checkpoint to which each tensor belongs, and the position of a view in its
+    storage.
+    """
     whole = torch.arange(8.0)
     optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     model = {"w": whole[2:5], "v": whole[5:]}
@@ -228,7 +239,9 @@ def test_parts_and_storages(command: Command) -> None:
 
 
 def test_globs_are_offered_with_what_they_need(command: Command) -> None:
-    """An optimizer that cannot follow some of its weights is left out, so each command that is offered works."""
+    """The commands that a page offers for globs succeed. They exclude an optimizer that cannot follow the selected
+    weights.
+    """
     weights, moments = {"w": torch.ones(4), "b": torch.ones(4)}, {"exp_avg": torch.ones(4)}
     optimizer = {"state": {0: moments, 1: moments}, "param_groups": [{"params": [0, 1]}]}
     named = {**optimizer, "param_groups": [{"params": [0, 1], "param_names": ["w", "b"]}]}
@@ -257,7 +270,9 @@ def test_globs_are_offered_with_what_they_need(command: Command) -> None:
     ],
 )
 def test_what_makes_it_smaller(model: str, others: dict[str, Any], command: Command) -> None:
-    """Each command takes what it says, and leaves as many bytes as it says."""
+    """Each command that is offered for a smaller checkpoint selects the parts that its text names. The output has the
+    size that the text states.
+    """
     torch.save({model: {"w": torch.ones(4), "b": torch.ones(1)}, **others, "epoch": 3}, "m.pt")
     alone, without = data_of(page_of(command))["smaller"]
     for offer, out, said in ((alone, "part.pt", r"^only .*: (\d+) B"), (without, "rest.pt", r"^without .*: (\d+) B")):
@@ -269,18 +284,20 @@ def test_what_makes_it_smaller(model: str, others: dict[str, Any], command: Comm
     assert left["epoch"] == 3
 
 
-def test_what_is_one_part_or_tied_says_no_more_than_is_known(command: Command) -> None:
+def test_no_certain_saving_is_claimed_for_single_or_tied_parts(command: Command) -> None:
     model, optimizer = {"w": torch.ones(4)}, {"state": {0: {"exp_avg": torch.ones(9)}}, "param_groups": []}
     torch.save(model, "m.pt")
     assert data_of(page_of(command))["smaller"] == []
     torch.save({"model": model, "ema": {**model}, "optimizer": optimizer}, "m.pt")
     assert ": at most 16 B" in data_of(page_of(command))["smaller"][-1]["text"]
     torch.save({"ema": model, "optimizer": optimizer}, "m.pt")
-    assert data_of(page_of(command))["smaller"] == []  # there would be no model
+    assert data_of(page_of(command))["smaller"] == []  # the output would contain no model
 
 
 def test_the_page_of_a_difference(command: Command) -> None:
-    """Each tensor that differs or is on one side alone, with its extent on both, in what, and by how much."""
+    """The page of a difference contains the tensors that differ or are only on one side. It shows their sizes on both
+    sides, and the kind and size of the difference.
+    """
     shared, other = torch.tensor([1.0, 2.0]), torch.ones(2)
     a = {"w": torch.tensor([1.0, 2.0, 3.0, 4.0]), "n": torch.ones(2), "same": torch.ones(9), "s": torch.ones(3)}
     b = {"w": torch.tensor([1.0, 2.5, 3.0, 0.0]), "n": torch.tensor([1.0, float("nan")]), "same": torch.ones(9)}
@@ -303,11 +320,11 @@ def test_the_page_of_a_difference(command: Command) -> None:
         [8, 4, 1],
         None,
     ]
-    assert columns["tied"] == [*7 * [-1], 6, -1]  # e and f are tied in A alone
+    assert columns["tied"] == [*7 * [-1], 6, -1]  # e and f are tied only in A
     assert facts["differing"][:4] == [2, 1, None, 0] and facts["share"][:2] == [50, 50]
     assert [facts[f"max |A − B|{name}"][0] for name in ("", " / max |B|", " / |B|")] == [4.0, 1.333, "inf"]
     assert facts["not finite"][:2] == [None, [0, 1]]
-    # what is tied counts once in the file in which it is: e and f in A alone, gone and gone too
+    # Tied tensors count once in a file: e and f in A, and gone and gone too in A. In B, e and f are not tied.
     assert [[each[i] and each[i][2] for i in (4, 5, 6, 7)] for each in map(extents_in, columns["sides"])] == [
         [1, 0, 1, 0],
         [1, 1, None, None],
@@ -331,8 +348,10 @@ def test_the_page_of_a_difference(command: Command) -> None:
     ]
 
 
-def test_the_page_of_what_is_the_same_or_unlike(command: Command) -> None:
-    """Without tensors to show; with the command that compares what is alike."""
+def test_pages_of_equal_and_of_differently_nested_checkpoints(command: Command) -> None:
+    """The page of equal checkpoints contains no tensors. The page of two differently nested checkpoints contains a
+    command that compares the matching parts.
+    """
     torch.save({"w": torch.ones(2)}, "a.pt")
     torch.save({"model": {"w": torch.ones(2)}}, "b.pt")
     command("diff", "a.pt", "a.pt", "--html", "d.html", err="d.html: written", out="the same: 1 tensor, 8 B\n")
@@ -342,7 +361,7 @@ def test_the_page_of_what_is_the_same_or_unlike(command: Command) -> None:
     assert verdict["good"] is None and verdict["remedy"] == "ckptconv diff b.pt a.pt --select model"
 
 
-def test_what_is_no_tensor_is_listed_up_to_a_limit(command: Command) -> None:
+def test_other_values_are_listed_up_to_a_limit(command: Command) -> None:
     for name, value in (("a", 1), ("b", 2)):
         torch.save({f"{i}": value for i in range(50)}, f"{name}.pt")
     facts = data_of(page_of_two(command))["facts"]
@@ -351,7 +370,7 @@ def test_what_is_no_tensor_is_listed_up_to_a_limit(command: Command) -> None:
 
 
 def test_three_thousand_differences_are_small(command: Command) -> None:
-    """In values and dtypes, and with names that the other side has not."""
+    """The page of 3,000 tensors that differ in values, or are only in A, has less than 250,000 bytes."""
     names = [f"model.layers.{i // 9}.self_attn.{i % 9}.weight" for i in range(3000)]
     torch.save({name: torch.rand(1 + i % 5) for i, name in enumerate(names)}, "a.pt")
     torch.save({name: torch.rand(1 + i % 5) for i, name in enumerate(names[100:])}, "b.pt")
@@ -359,8 +378,10 @@ def test_three_thousand_differences_are_small(command: Command) -> None:
     assert Path("d.html").stat().st_size < 250_000
 
 
-def test_where_it_is_written(command: Command) -> None:
-    """A page replaces nothing unasked, and never a checkpoint; it is of one, and known before anything is read."""
+def test_output_file_of_a_page(command: Command) -> None:
+    """A page replaces an existing page only with ``--force``, and never a checkpoint. It shows one checkpoint or
+    compares two. A name without the suffix of a page, and a missing folder, are refused.
+    """
     torch.save({"w": torch.ones(2)}, "m.pt")
     before = Path("m.pt").read_bytes()
     for words in (("inspect", "m.pt"), ("diff", "m.pt", "m.pt")):
@@ -390,7 +411,9 @@ def test_open(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_equal_items_are_one_in_the_page(command: Command) -> None:
-    """A list of equal items has one item, and storages that are not shared are not listed; others are as they are."""
+    """A list of equal items has one item in the data of a page. Storages are not listed if none of them is shared.
+    Other lists are complete.
+    """
     torch.save({f"l{i}": torch.ones(1 + i % 2) for i in range(6)}, "m.pt")
     packed = json.loads(page_of(command).raw["data"])["tensors"]
     assert packed["tied"] == [-1] and packed["storage"] == "each"

@@ -1,5 +1,5 @@
-"""What ``inspect`` draws: golden texts at 80 and 200 columns, folding, widths, colours through a real terminal,
-commands that can be pasted.
+"""Output of ``inspect`` and lines of reports: golden texts at 80 and 200 columns, folding, widths, colors in a real
+terminal, and commands that can be pasted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.support.results import make_report
 
 
 def tensor(path: str, shape: tuple[int, ...] = (2,), **fields: Any) -> TensorSummary:
-    """A row as inspect would give it."""
+    """Return a row for a tensor, as ``inspect`` creates it."""
     nbytes = 4
     for n in shape:
         nbytes *= n
@@ -50,7 +50,7 @@ def tensor(path: str, shape: tuple[int, ...] = (2,), **fields: Any) -> TensorSum
 
 
 def typed(line: str) -> Message:
-    """The command that `line` says, each flag of it with at most one value."""
+    """Return the command in `line`. Each of its flags has at most one value."""
     arguments: list[str | Option] = []
     _, name, *words = shlex.split(line)
     for word in words:
@@ -68,7 +68,9 @@ def finding(kind: str, text: str, line: str | None, *, blocks: bool = True) -> A
 
 
 def judged(summary: Summary, *findings: Advice, remedy: str | None = None) -> Summary:
-    """`summary` with the findings given and no others, whatever this machine has, and as if that were torch 2.13."""
+    """Return `summary` with only the given `findings`, independent of this machine, and as if torch 2.13 were
+    installed.
+    """
     loads_here = Diagnosis([*findings], None).loads_here
     said = remedy and typed(remedy)
     load = replace(summary.torch_load, torch="2.13", installed="2.13.0")
@@ -76,9 +78,9 @@ def judged(summary: Summary, *findings: Advice, remedy: str | None = None) -> Su
 
 
 def assert_golden(lines: list[str], name: str, width: int | None) -> None:
-    """They are the text `name`, which was looked at and found good, and none is wider than the terminal.
+    """Assert that `lines` are the reviewed text of the file `name`, and that they fit the `width`.
 
-    CKPTCONV_GOLDEN=write writes it anew.
+    If CKPTCONV_GOLDEN is ``write``, write the file first.
     """
     drawn = "".join(line + "\n" for line in lines)
     if os.environ.get("CKPTCONV_GOLDEN") == "write":
@@ -91,8 +93,8 @@ def assert_golden(lines: list[str], name: str, width: int | None) -> None:
 
 
 def two_gpus(folder: Path) -> Summary:
-    """A training checkpoint of a DataParallel model whose layers are on two GPUs, with an optimizer and
-    random states.
+    """Return the summary of a training checkpoint of a DataParallel model on two GPUs, with an optimizer and a random
+    state.
     """
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     optimizer = torch.optim.Adam(model.parameters())
@@ -143,7 +145,7 @@ def two_gpus(folder: Path) -> Summary:
 
 
 def transformer(folder: Path) -> Summary:
-    """A decoder of 32 layers whose head is its embedding."""
+    """Return the summary of a decoder with 32 layers whose head is tied to its embedding."""
     state = OrderedDict({"model.embed_tokens.weight": torch.zeros(1000, 64)})
     for layer in range(32):
         at = f"model.layers.{layer}."
@@ -159,7 +161,9 @@ def transformer(folder: Path) -> Summary:
 
 
 def folders(folder: Path) -> Summary:
-    """Folders in folders, lists, unequal blocks, a list of experts in each layer, and names from several alphabets."""
+    """Return the summary of a checkpoint with nested dicts, lists, unequal blocks, a list of experts in each layer, and
+    names from several alphabets.
+    """
     value: dict[str, Any] = {
         "model": {f"layers.{i}.experts.{j}.w": torch.zeros(3, 3) for i in range(3) for j in range(4)},
         "ema": {"decay": 0.999, "shadow": {"层.权重": torch.ones(2), "bad\x1b[2J.name": torch.ones(2)}},
@@ -173,7 +177,7 @@ def folders(folder: Path) -> Summary:
 
 
 def hub(folder: Path) -> Summary:
-    """A safetensors file with texts."""
+    """Return the summary of a safetensors file with metadata."""
     state = {
         f"bert.encoder.layer.{i}.{part}": torch.zeros(4, 4, dtype=torch.bfloat16)
         for i in range(12)
@@ -195,7 +199,7 @@ def hub(folder: Path) -> Summary:
     ],
 )
 def test_golden(name: str, make: Callable[[Path], Summary], draw: Any, width: int, tmp_path: Path) -> None:
-    """None is longer than a terminal of 50 rows."""
+    """The facts, followed by the table or the tree, are the golden text. They take at most 50 lines."""
     summary = replace(make(tmp_path), path=f"{name}.pt", size=123_456)
     look = Style(width)
     lines = [*facts(summary, look), "", *draw(summary.tensors, look, limit=40)]
@@ -227,8 +231,10 @@ def test_golden(name: str, make: Callable[[Path], Summary], draw: Any, width: in
         ("x." + "a.b." * 20 + "w", "y." + "a.c." * 20 + "v", "x." + "a.b." * 20 + "w → y." + "a.c." * 20 + "v"),
     ],
 )
-def test_what_changed_in_a_name(old: str, new: str, drawn: str) -> None:
-    """What it keeps is a star: segments at its ends, and words and numbers, never letters, inside of what differs."""
+def test_pattern_of_a_changed_name(old: str, new: str, drawn: str) -> None:
+    """A star in a pattern stands for an unchanged part of a name. Between changed parts, this is a complete word or
+    number.
+    """
     ((was, becomes, paths, example),) = patterns([NameChange("m", old, new)])
     assert f"{was} → {becomes}" == drawn
     assert (paths, example) == ({"m": 1}, NameChange("m", old, new))
@@ -240,10 +246,8 @@ WORDS = st.lists(
 
 
 @given(st.lists(st.tuples(WORDS.map(".".join), WORDS.map(".".join)), max_size=8))
-def test_patterns_match_what_they_stand_for(names: list[tuple[str, str]]) -> None:
-    """With anything for its stars, a pattern gives both names back; all names are counted, the
-    commonest pattern first.
-    """
+def test_patterns_match_their_names(names: list[tuple[str, str]]) -> None:
+    """Both names of a change match its pattern. All names are counted, and the pattern with the most names is first."""
     found = patterns([NameChange(path, *pair) for pair in names for path in ("model", "ema")])
     assert sum(sum(pattern.paths.values()) for pattern in found) == 2 * len(names)
     assert [pattern.paths["ema"] for pattern in found] == sorted((p.paths["model"] for p in found), reverse=True)
@@ -254,13 +258,13 @@ def test_patterns_match_what_they_stand_for(names: list[tuple[str, str]]) -> Non
 
 
 def renamed(*changes: tuple[str, str], paths: tuple[str, ...] = (".",)) -> Report:
-    """The report of a dry run that changes names."""
+    """Return the report of a dry run that changes names."""
     names = [NameChange(path, old, new) for path in paths for old, new in changes]
     return make_report(changes=Changes(names=names))
 
 
 def fsdp() -> Report:
-    """A sharded model, in each layer a part that activation checkpointing wraps, and its average."""
+    """Return the report of a sharded model and its average. Activation checkpointing wraps a part of each layer."""
     word, inner = "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
     changes = [(f"{word}embed.weight", "embed.weight"), (f"{word}norm.weight", "norm.weight")]
     for i in range(12):
@@ -270,16 +274,14 @@ def fsdp() -> Report:
 
 
 def many() -> Report:
-    """Ten words in capitals, one of them twice."""
+    """Return a report in which ten words become upper case, one of them in two names."""
     return renamed(*((f"h.{word}", f"h.{word.upper()}") for word in [*"abcdefghi", "zeta"]), ("x.zeta", "x.ZETA"))
 
 
 @pytest.mark.parametrize("width", [80, 200, None])
 @pytest.mark.parametrize("make", [fsdp, many])
 def test_golden_names(make: Callable[[], Report], width: int | None) -> None:
-    """A line for each pattern, with the state dicts that have it and an example, which stands below where there is no
-    room; a few lines in all.
-    """
+    """A report has a line for each pattern of names, with its state dicts and an example, as in the golden text."""
     lines = list(report_lines(make(), Style(width)))
     assert_golden(lines, f"names_{make.__name__}_{width or 'piped'}.txt", width)
 
@@ -302,9 +304,9 @@ UNEVEN.changes.names.append(NameChange("n", "module.c", "c"))
     ],
     ids=["root", "as many in several", "in all of them", "one name", "one name in several", "each", "in ASCII"],
 )
-def test_names_are_counted_where_they_are(report: Report, how: dict[str, Any], drawn: list[str]) -> None:
-    """In the root without a place; in each of several if they have as many, else in all of
-    them; one name is itself; with -v each.
+def test_names_are_counted_in_state_dicts(report: Report, how: dict[str, Any], drawn: list[str]) -> None:
+    """A report tells in which state dicts a pattern occurs, except for the root. A single name is shown as it is. With
+    ``every_name``, all names are listed.
     """
     assert [line[16:] for line in report_lines(report, **how)][1:] == drawn
 
@@ -419,14 +421,14 @@ VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Callable[..., list[str]]:
-    """The facts of a transformer with these findings, wide enough for each to be a line."""
+    """Return a function that returns the facts of a transformer with the given findings, without wrapped lines."""
     summary = transformer(tmp_path)
     return lambda *findings, remedy=None: list(facts(judged(summary, *findings, remedy=remedy), Style(None)))
 
 
 @pytest.mark.parametrize("case", VERDICTS)
 def test_the_answer_is_in_the_first_lines(case: str, whole: Callable[..., list[str]]) -> None:
-    """Whether it loads here, why not, each with its own command below its text; facts come behind."""
+    """The first lines contain the verdict, its reasons and their commands. Other facts follow without commands."""
     findings, remedy, drawn = VERDICTS[case]
     lines = whole(*findings, remedy=remedy)
     assert lines[1 : len(drawn) + 1] == drawn
@@ -443,7 +445,9 @@ def test_the_answer_is_in_the_first_lines(case: str, whole: Callable[..., list[s
     ],
 )
 def test_a_remedy_that_takes_a_part_says_so(flags: str, words: str, whole: Callable[..., list[str]]) -> None:
-    """It does not mend what it leaves behind."""
+    """The text before a remedy names the part of the checkpoint that the command takes, because the command does not
+    mend the rest.
+    """
     remedy = f"ckptconv convert a b {flags}"
     findings = [finding("code", "a", "ckptconv convert a b --x"), finding("device", "b", "ckptconv convert a b --y")]
     assert whole(*findings, remedy=remedy)[1] == f"  loads here    no; this fixes {words}"
@@ -452,9 +456,9 @@ def test_a_remedy_that_takes_a_part_says_so(flags: str, words: str, whole: Calla
     assert f"  all at once   {'in one command:' if part == ':' else part}" in lines
 
 
-def test_whether_it_needs_code_is_said_once(tmp_path: Path) -> None:
-    """By the verdict if that is yes, by a finding if something is refused; as a fact
-    only where something else is in the way.
+def test_needs_code_is_shown_only_if_nothing_else_tells_it(tmp_path: Path) -> None:
+    """The fact 'needs code' is left out if the checkpoint loads, or if a finding is about code. It is shown if
+    something else prevents loading, or if the verdict is open.
     """
     torch.save({"a": frozenset({1})}, tmp_path / "x.pt")
     refused = "\n".join(facts(inspect(tmp_path / "x.pt"), Style(80)))
@@ -469,8 +473,8 @@ def test_whether_it_needs_code_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 200, None])
-def test_many_facts_keep_calm(width: int | None, tmp_path: Path) -> None:
-    """Hundreds of state dicts, values and texts take five lines each at most, however long their names."""
+def test_many_facts_take_few_lines(width: int | None, tmp_path: Path) -> None:
+    """Hundreds of state dicts, values and texts take at most five lines each, even with long names."""
     state = {"weight": torch.ones(2), "bias": torch.ones(2)}
     for name in ("x{}", "a/name of some words {0} " * 2, "y" * 3000 + "{}"):
         torch.save({name.format(i): state.copy() for i in range(300)}, tmp_path / "x.pt")
@@ -490,8 +494,10 @@ def test_many_facts_keep_calm(width: int | None, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("most", range(4, 30))
-def test_facts_fit_the_lines_that_there_are(width: int, most: int, tmp_path: Path) -> None:
-    """What matters least goes first, and its lines are counted; the answer and its command stay."""
+def test_facts_fit_the_available_lines(width: int, most: int, tmp_path: Path) -> None:
+    """If there are too many lines, the least important facts are left out and counted. The verdict and its command
+    stay.
+    """
     reasons = [finding("code", f"reason {i} of some words", None) for i in range(4)]
     notes = [finding("x", f"note {i}", f"{CONVERT} --drop x{i}", blocks=False) for i in range(4)]
     summary = judged(two_gpus(tmp_path), *reasons, finding("device", "no GPU", f"{CONVERT} --to cpu"), *notes)
@@ -504,13 +510,15 @@ def test_facts_fit_the_lines_that_there_are(width: int, most: int, tmp_path: Pat
         *kept, last = lines
         assert last == f"  … {count(len(whole) - len(kept), 'more line')} (--all shows them)"
         rest = iter(whole)
-        assert all(line in rest for line in kept)  # in their order
+        assert all(line in rest for line in kept)  # in the same order
     command_stands = any("--to cpu" in line for line in lines)
     assert command_stands or not any("reason 1" in line or "note" in line for line in lines)
 
 
-def test_what_is_empty_has_no_extents(tmp_path: Path) -> None:
-    """A dash stands for them, in plain ASCII where that is asked for; a scalar is one."""
+def test_shapes_of_empty_tensors_and_scalars(tmp_path: Path) -> None:
+    """The shape of an empty tensor is a dash, in ASCII if required. The shape of a tensor without dimensions is
+    'scalar'.
+    """
     torch.save({"a": torch.ones(0, 3), "b": torch.tensor(1.0), "c": torch.ones(2, 3)}, tmp_path / "x.pt")
     tensors = inspect(tmp_path / "x.pt").tensors
     for unicode, shapes in ((True, ["–", "scalar", "2×3"]), (False, ["-", "scalar", "2x3"])):
@@ -519,8 +527,8 @@ def test_what_is_empty_has_no_extents(tmp_path: Path) -> None:
             assert [line.split()[2] for line in drawn] == shapes
 
 
-def test_numbers_have_their_grammar(tmp_path: Path) -> None:
-    """One parameter, one name that starts with, one slice; several of them otherwise."""
+def test_singular_and_plural(tmp_path: Path) -> None:
+    """Texts use the singular for one name, parameter or tensor, and the plural for several."""
     base = torch.ones(3, 4)
     torch.save({"m": OrderedDict({"module.a": torch.ones(1)}), "v": base[1]}, tmp_path / "x.pt")
     one = "\n".join(facts(judged(inspect(tmp_path / "x.pt")), Style(None)))
@@ -534,7 +542,7 @@ def test_numbers_have_their_grammar(tmp_path: Path) -> None:
 
 
 def pasted(lines: list[str]) -> list[list[str]]:
-    """The words of the commands in `lines`, as a shell would take them."""
+    """Return the words of the commands in `lines`, as a shell splits them."""
     text = "\n".join(line for line in lines if line.startswith("    ") and not line.startswith(" " * 16))
     return [shlex.split(line) for line in re.sub(r" \\\n +", " ", text).splitlines()]
 
@@ -544,7 +552,7 @@ def pasted(lines: list[str]) -> list[list[str]]:
     st.integers(40, 200),
 )
 def test_commands_can_be_pasted(words: list[str], width: int) -> None:
-    """What was wrapped is the command again when a shell joins its lines, words with spaces and quotes included."""
+    """A shell joins the lines of a wrapped command to the original words, including words with spaces and quotes."""
     words = [word for word in words if word.isprintable()]
     advice = Advice(kind="device", blocks=True, text="reason", command=command("convert", *words))
     words = ["ckptconv", "convert", *words]
@@ -556,8 +564,8 @@ def test_commands_can_be_pasted(words: list[str], width: int) -> None:
 
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="there is no bash")
 def test_words_that_cannot_be_shown_are_escaped_for_the_shell() -> None:
-    """A path with an escape sequence, or bytes that are no UTF-8, is drawn in the shell's own
-    escapes, and bash makes the path of them.
+    """Control characters in a path, and bytes that are not UTF-8, are escaped in the shell's syntax. bash turns the
+    escapes into the path again.
     """
     for look in (Style(80), Style(80, unicode=False), Style(None)):
         for path in ("a\n\x1b[2J'b\\.pt", "x\udcffy\u202e.pt", "größe 层.pt", "\U000e0001", "größe\n.pt"):
@@ -591,9 +599,9 @@ def rows(tensors: list[TensorSummary]) -> list[tuple[str, int]]:
     ],
     ids=["names", "a gap", "two numbers", "brackets", "many gaps", "a layer without one of its experts"],
 )
-def test_blocks_that_are_alike_fold(names: list[str], folded: list[tuple[str, int]]) -> None:
-    """Same names, shapes and devices below numbers make one row, gaps are said, two
-    numbers fold if the product is full.
+def test_equal_blocks_fold(names: list[str], folded: list[tuple[str, int]]) -> None:
+    """Blocks with the same names, shapes and devices below numbers are one row. Gaps in the numbers are shown. Two
+    numbers fold only if all their combinations exist.
     """
     assert rows([tensor(name) for name in names]) == folded
 
@@ -611,13 +619,13 @@ def test_blocks_that_are_alike_fold(names: list[str], folded: list[tuple[str, in
     ids=lambda odd: next(iter(odd)),
 )
 def test_a_block_that_differs_stays_apart(odd: dict[str, Any]) -> None:
-    """One tensor of one block with another dtype, shape, device, kind, size or tie keeps that whole block out."""
+    """A block is not folded if one of its tensors has another dtype, shape, device, kind, size or tie."""
     tensors = [tensor(f"l.{i}.{n}", **(odd if (i, n) == (2, "b") else {})) for i in range(4) for n in "ab"]
     assert rows(tensors) == [("l.{0,1,3}.a", 3), ("l.{0,1,3}.b", 3), ("l.2.a", 1), ("l.2.b", 1)]
 
 
-def test_what_is_no_number_does_not_fold() -> None:
-    """Leading zeros, words and keys."""
+def test_names_without_separate_numbers_do_not_fold() -> None:
+    """Numbers with leading zeros, numbers at the end of words, and string keys do not fold."""
     assert len(rows([tensor(name) for name in ("a.00", "a.0", "a1", "a2", "['1']", "['2']", "v1.x", "v2.x")])) == 8
 
 
@@ -631,7 +639,7 @@ def test_what_is_no_number_does_not_fold() -> None:
     st.data(),
 )
 def test_folded_rows_stand_for_each_tensor_once(names: list[list[str]], data: st.DataObject) -> None:
-    """Unfolded, the rows give back the paths that went in, each once and with its shape."""
+    """The unfolded rows contain each path once, with its shape. Without folding, each path has its own row."""
     paths = list(dict.fromkeys(".".join(name) or "." for name in names))
     shapes = {path: (data.draw(st.integers(1, 2)),) for path in paths}
     back: list[tuple[str, tuple[int, ...]]] = []
@@ -657,8 +665,8 @@ def unfolded(name: str) -> list[str]:
 
 
 def test_tree_and_table_count_what_they_stand_for() -> None:
-    """A folded branch has the bytes of all, a row the shape of one and the size of all;
-    limits and footers count rows and tensors.
+    """A folded branch shows the bytes of all its tensors. A folded row shows the shape of one tensor and the size of
+    all. Limits and footers count rows and tensors.
     """
     tensors = [tensor(f"layers.{i}.{n}", (10,)) for i in range(32) for n in "ab"] + [tensor("z", (1000,))]
     lines = list(table_lines(tensors, Style(80)))
@@ -674,8 +682,8 @@ def test_tree_and_table_count_what_they_stand_for() -> None:
 
 
 def test_deep_names_do_not_make_a_deep_tree() -> None:
-    """A name of thousands of dots is drawn, its middle left out; branches deeper than
-    the terminal is wide stay within it.
+    """A name with thousands of dots is drawn without its middle. Branches that are deeper than the terminal is wide
+    stay within its width.
     """
     levels = [tensor("a." * i + name) for i in range(60) for name in "bc"]
     assert max(map(cells, tree_lines(levels, Style(80)))) <= 80
@@ -685,7 +693,7 @@ def test_deep_names_do_not_make_a_deep_tree() -> None:
 
 
 def test_names_sort_as_people_count() -> None:
-    """Layer 2 comes before layer 10, and numbers of any length are no trouble."""
+    """Numbers in names are sorted by value, so layer 2 comes before layer 10. They may have thousands of digits."""
     names = ["l.10", "l.2", "l.02", "l.1", "a", "l." + "9" * 5000]
     assert sorted(names, key=natural) == ["a", "l.1", "l.2", "l.02", "l.10", "l." + "9" * 5000]
 
@@ -697,8 +705,8 @@ NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=80) | st.text
 
 @given(st.lists(NAMES, min_size=1, max_size=6, unique=True), st.integers(40, 200), st.booleans(), st.data())
 def test_no_line_is_wider_than_the_terminal(names: list[str], width: int, unicode: bool, data: st.DataObject) -> None:
-    """Whatever the names, devices, shapes and texts: table, tree and facts keep to the width,
-    and to ASCII where that is all there is.
+    """For any names, devices, shapes and texts, the table, the tree and the facts stay within the width. They are ASCII
+    if Unicode is not available.
     """
     long = st.lists(st.integers(0, 10**6), max_size=12).map(tuple)
     tensors = [
@@ -725,8 +733,8 @@ def test_no_line_is_wider_than_the_terminal(names: list[str], width: int, unicod
 
 
 @given(NAMES, st.integers(6, 60))
-def test_broken_names_are_whole(name: str, room: int) -> None:
-    """The lines of a name are the name again, and break inside a word only where that is wider than a line."""
+def test_broken_names_are_complete(name: str, room: int) -> None:
+    """The lines of a broken name contain the complete name. A word is broken only if it is wider than a line."""
     name = Style().text(name)
     lines = broken(name, room, hanging=2)
     assert all(line[:2] == "  " for line in lines[1:])
@@ -735,7 +743,7 @@ def test_broken_names_are_whole(name: str, room: int) -> None:
 
 
 def test_sizes_keep_their_units() -> None:
-    """A line does not end between a number and its unit, in facts or in a report."""
+    """A line of a report does not end between a number and its unit."""
     changes = Changes()
     changes.devices = {("cuda:0", "cpu"): (290, 2_100_000_000)}
     notes = ("2.1 GB of 2.1 GB are in 2.1 GB",)
@@ -749,11 +757,11 @@ def test_sizes_keep_their_units() -> None:
     assert wrapped("one two three", 7) == ["one two", "three"]
 
 
-# Colours
+# Colors
 
 
 def on_a_terminal(path: Path, **env: str) -> str:
-    """What inspect writes to a terminal of 80 columns."""
+    """Return the output of ``inspect`` for `path` in a terminal of 80 columns, with the variables `env`."""
     master, slave = pty.openpty()
     clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")}
     process = subprocess.Popen(
@@ -766,7 +774,7 @@ def on_a_terminal(path: Path, **env: str) -> str:
     while True:
         try:
             part = os.read(master, 65536)
-        except OSError:  # Linux says so that the other end is closed
+        except OSError:  # Linux reports a closed other end in this way
             break
         if not part:
             break
@@ -777,8 +785,8 @@ def on_a_terminal(path: Path, **env: str) -> str:
 
 
 def test_colours_are_for_terminals(fixtures: Path) -> None:
-    """Colours on a terminal, none with NO_COLOR, on a dumb one and in a pipe; apart from them
-    the text is the same, within 80 columns.
+    """Output is colored only in a terminal, and not with NO_COLOR or in a dumb terminal. Without colors, the text is
+    the same, within 80 columns.
     """
     file = fixtures / "two_gpus.pt"
     coloured = on_a_terminal(file)
@@ -796,8 +804,8 @@ def test_colours_are_for_terminals(fixtures: Path) -> None:
     assert b"\x1b" not in done.stdout
 
 
-def test_rich_draws_no_table(fixtures: Path) -> None:
-    """A table on a terminal does not import rich."""
+def test_tables_do_not_import_rich(fixtures: Path) -> None:
+    """A table for a terminal is drawn without an import of rich."""
     code = (
         "import sys; from ckptconv.inspection.summary import inspect; from ckptconv.render.summary import facts;"
         " from ckptconv.render.table import table_lines; from ckptconv.render.text import Style\ns ="

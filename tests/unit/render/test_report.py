@@ -1,4 +1,4 @@
-"""The lines of a report."""
+"""Lines of a report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.results import make_report
 
 
 def test_report_lines_group_names() -> None:
-    """A report shows one example of each pattern, with -v every name."""
+    """A report shows one example of each pattern. With ``every_name`` it shows all names."""
     changes = Changes()
     changes.names = [NameChange("m", f"module.{i}", str(i)) for i in range(3)]
     changes.unprefixed = 2

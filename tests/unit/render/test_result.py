@@ -1,4 +1,6 @@
-"""What functions on files return: frozen, with attributes, a JSON view, the command's text, and a short ``repr``."""
+"""Results of functions on files: frozen, with attributes, a JSON form, the text of the command, and a short
+``repr``.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_say_themselves(name: str, fixtures: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``str`` is what the command prints into a pipe, ``as_dict`` what it prints with ``--json``."""
+def test_results_equal_the_output_of_the_command(
+    name: str, fixtures: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``str`` of a result is the command's output to a pipe. ``as_dict`` is the command's output with ``--json``."""
     monkeypatch.chdir(fixtures)
     call, typed, title = CASES[name]
     result, status = call(), 1 if name == "Difference" else 0
@@ -46,7 +50,7 @@ def test_results_say_themselves(name: str, fixtures: Path, command: Command, mon
 
 
 def test_rows_of_a_summary_are_frozen_objects(fixtures: Path) -> None:
-    """Each row says its facts by name; its JSON view has them in the same order, with lists for tuples."""
+    """The facts of a row are its attributes. In the JSON form, tuples are lists."""
     summary = ckptconv.inspect(fixtures / "cpu.pt")
     row = summary.tensors[0]
     assert (row.path, row.name, row.shape, row.device) == ("conv.weight", "conv.weight", (2, 1, 3, 3), "cpu")

@@ -1,4 +1,4 @@
-"""Sizes as people read them, and line breaks."""
+"""Texts of sizes, and line breaks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ckptconv.render.text import Style, broken, cells, fitting, wrapped
     ],
 )
 def test_sizes_are_decimal(nbytes: int, text: str) -> None:
-    """Three digits and the units of disks and of the Hub."""
+    """Sizes have three digits and decimal units, like those of disks and of the Hub."""
     assert size(nbytes) == text
 
 
 @pytest.mark.parametrize("word", ["é" * 20_000, "ab.é/" * 4000, "e\u0301" * 10_000, "\u0301" * 5000 + "a b" * 5000])
 def test_long_names_are_measured_once(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name is broken, wrapped and cut in time that grows with its length: each character is looked at a few times."""
+    """The time to break, wrap and cut a name grows with its length. Each character is measured only a few times."""
     measured = 0
 
     def counted(what: str) -> int:

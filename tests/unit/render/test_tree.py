@@ -1,4 +1,4 @@
-"""The tree of a single tensor, and of paths."""
+"""Trees of a single tensor and of nested tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.support.conversions import saved_at
 
 
 def test_tree_of_a_single_tensor_and_of_paths(tmp_path: Path) -> None:
-    """A root that is a tensor; nesting and module names become levels, tied bytes count once."""
+    """A single tensor is the root of its tree. Nested dicts and the dots in names become levels, and tied bytes count
+    once.
+    """
     assert list(tree_lines(inspect(saved_at(tmp_path / "t.pt", torch.ones(3))).tensors, Style())) == [
         ".  float32 3 cpu 12 B"
     ]
@@ -30,7 +32,9 @@ def test_tree_of_a_single_tensor_and_of_paths(tmp_path: Path) -> None:
 
 
 def test_depth_and_shares(command: Command, here: Path) -> None:
-    """A terminal sees shares; what is deeper than N levels counts in the branch above it."""
+    """A terminal shows the share of each branch. Tensors that are deeper than ``depth`` levels count in the branch
+    above them.
+    """
     torch.save(
         {"a.b.c": torch.ones(3), "a.b.d": torch.ones(3), "a.e": torch.ones(2), "f": torch.ones(2)}, here / "m.pt"
     )

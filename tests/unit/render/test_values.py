@@ -1,4 +1,4 @@
-"""The table of values: what has room on a terminal, what a pipe gets, and bars."""
+"""The table of values: its columns on a terminal and in a pipe, and the bars of histograms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ NAME = "encoder.layers.11.attention.self.query.weight"
 
 @pytest.fixture
 def tensors(tmp_path: Path) -> tuple[TensorSummary, ...]:
-    """One with a long name, one that is not finite, one without values, and one without elements."""
+    """Return the rows of tensors: one with a long name, one that is not finite, one without values, one without
+    elements, and one with a large integer.
+    """
     state = {
         NAME: torch.tensor([-2.0, 1.0, 1.5, 0.0]),
         "bad": torch.tensor([float("nan"), float("-inf"), 7e6]),
@@ -32,7 +34,9 @@ def tensors(tmp_path: Path) -> tuple[TensorSummary, ...]:
 
 
 def test_on_a_wide_terminal(tensors: tuple[TensorSummary, ...]) -> None:
-    """All columns, numbers to the right under their headings, a dash where there is none."""
+    """A wide terminal shows all columns. Numbers are aligned to the right below their headings, and a dash stands for a
+    missing number.
+    """
     title, line, first, bad, bits, none, whole, *_ = values_lines(tensors, Style(200))
     assert title.split() == [
         "tensor", "dtype", "nan", "inf", "zeros", "min", "max", "mean", "std", "norm", "histogram",
@@ -46,7 +50,7 @@ def test_on_a_wide_terminal(tensors: tuple[TensorSummary, ...]) -> None:
 
 @pytest.mark.parametrize(("width", "columns"), [(40, 3), (60, 5), (80, 8), (100, 8)])
 def test_on_a_narrow_terminal(width: int, columns: int, tensors: tuple[TensorSummary, ...]) -> None:
-    """The least that is worth a column goes first, and a long name goes on below itself."""
+    """A narrow terminal shows fewer columns, and a long name continues in the next line."""
     lines = [*values_lines(tensors, Style(width))]
     headings = lines[0].split()
     assert max(map(cells, lines)) <= width and headings[0] == "tensor" and "nan" in headings
@@ -60,15 +64,17 @@ def test_without_histograms(tensors: tuple[TensorSummary, ...]) -> None:
 
 
 def test_colours(tensors: tuple[TensorSummary, ...]) -> None:
-    """What is not finite stands out, and nothing else."""
+    """Only values that are not finite are red."""
     lines = [*values_lines(tensors, Style(200, colour=True))]
     assert ["\x1b[31" in line for line in lines[2:7]] == [False, True, False, False, False]
     (fact,) = values_fact(tensors, Style(200, colour=True))
     assert "\x1b[31" in fact and "NaN or inf in 1 of 4 tensors: bad (1 NaN, 1 inf)" in fact
 
 
-def test_as_many_as_there_is_room_for(tensors: tuple[TensorSummary, ...]) -> None:
-    """Rows of `limit`, lines of `height`; the last one says how many are missing."""
+def test_limits_of_rows_and_lines(tensors: tuple[TensorSummary, ...]) -> None:
+    """The table has at most `limit` rows or `height` lines. Its last line contains the number of tensors that are left
+    out.
+    """
     assert [*values_lines(tensors, Style(200), limit=2)][-1].strip().startswith("… 3 more tensors")
     assert len([*values_lines(tensors, Style(200), height=5)]) == 5
     assert next(values_lines(tensors, Style(200), limit=0)).strip().startswith("… 5 more tensors")
@@ -78,7 +84,7 @@ def test_as_many_as_there_is_room_for(tensors: tuple[TensorSummary, ...]) -> Non
 
 
 def test_bars() -> None:
-    """The negative half where something is negative; counts where there is no Unicode."""
+    """Bars have a negative half only if a value is negative. Without Unicode they are counts."""
     edges = tuple(map(float, range(-16, 17)))
     positive = Histogram(edges, (*16 * [0], 1, 8, *14 * [0]))
     assert bars(positive, Style(80)) == "▁█" + 14 * " " and bars(None, Style(80)) == ""

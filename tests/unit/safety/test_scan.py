@@ -1,5 +1,5 @@
-"""What loading a checkpoint would run is found wherever the file names it, each with its path; nothing else is called a
-danger, and no conversion carries one unasked.
+"""The scan for code: dangerous and unknown globals in a checkpoint are found, with their paths. Harmless content is not
+called dangerous, and a conversion carries nothing dangerous unless it is allowed to.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOADS, REFUSED = "loads with weights_only=True", "refused by weights_only=True, 
 
 
 def judged(path: Path) -> tuple[list[Concern], str]:
-    """The concerns of the checkpoint at `path`, and its level."""
+    """Return the concerns of the checkpoint at `path`, and their level."""
     with open_input(path) as source:
         checkpoint = opening.read(source)
         found = concerns(checkpoint)
@@ -55,22 +55,22 @@ def names(path: Path) -> list[str]:
 
 
 def nested(data: bytes, nest: str = "BINBYTES") -> bytes:
-    """A checkpoint with the pickle `data` in a byte string."""
+    """Return a checkpoint with the pickle `data` in a byte string."""
     return ways.checkpoint(ways.NESTS[nest](data))
 
 
 def pushed(*codes: bytes) -> bytes:
-    """A checkpoint with a tuple of what each of `codes` pushes."""
+    """Return a checkpoint with a tuple of the values that `codes` push."""
     return ways.checkpoint(b"(" + b"".join(codes) + b"t")
 
 
-# Where globals are named
+# Positions of globals
 
 
 @pytest.mark.parametrize("naming", ways.NAMINGS)
 def test_every_way_to_name_a_global(write: Write, naming: str) -> None:
-    """Each opcode that names, calls or builds; dangerous and unknown ones, at the path where they stand, in each
-    container with a pickle.
+    """Every opcode that names, calls or builds with a global is found, in each container with a pickle. The concern
+    contains the path, and tells whether the global is dangerous.
     """
     for module, name, dangerous in (("os", "system", True), ("unknown", "Thing", False)):
         code = ways.NAMINGS[naming](module, name, ARGS)
@@ -87,7 +87,7 @@ def test_every_way_to_name_a_global(write: Write, naming: str) -> None:
 
 @pytest.mark.parametrize("place", ways.PLACES)
 def test_every_place(write: Write, place: str) -> None:
-    """Wherever it stands, thrown away too."""
+    """A dangerous global is found at every position in the graph, also in values that the pickle discards."""
     (found,), level = judged(write(ways.checkpoint(ways.PLACES[place](CALL))))
     assert found.name == "os.system" and level == "dangerous"
     thrown_away = found.path == "(a discarded value)"
@@ -96,7 +96,9 @@ def test_every_place(write: Write, place: str) -> None:
 
 @pytest.mark.parametrize("extension", ways.EXTENSIONS)
 def test_extension_codes(write: Write, extension: str) -> None:
-    """A code of the copyreg registry names a global that only the reading process knows; popped, too."""
+    """An extension code of the copyreg registry is a concern, also in a discarded value. Only the process that reads
+    the file knows the global behind the code.
+    """
     for code, path in (
         (ways.EXTENSIONS[extension], "x"),
         (ways.EXTENSIONS[extension] + b"0N", "(a discarded value)"),
@@ -106,7 +108,9 @@ def test_extension_codes(write: Write, extension: str) -> None:
 
 
 def test_a_global_is_listed_once(write: Write) -> None:
-    """With its first path, and how often it stands elsewhere; the dangerous come first."""
+    """A global is listed once, with its first path and the number of its other positions. Dangerous globals
+    come first.
+    """
     thing = ways.NAMINGS["REDUCE"]("unknown", "Thing", ARGS)
     (first, second), _ = judged(write(ways.checkpoint(b"](" + thing + thing + CALL + thing + b"e")))
     assert first == Concern("os.system", "x[2]", "dangerous", more=0)
@@ -145,8 +149,10 @@ NAMED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", NAMED)
-def test_what_is_named(write: Write, case: str) -> None:
-    """With the path where it stands."""
+def test_pickles_and_archives_inside_a_file(write: Write, case: str) -> None:
+    """Pickles and archives inside a file are scanned, up to limits of their number and length. The concern contains the
+    path.
+    """
     data, first = NAMED[case]
     found, level = judged(write(data))
     assert [f"{concern.name} at {concern.path}" for concern in found if concern.dangerous or len(found) == 1] == [first]
@@ -175,25 +181,25 @@ def test_what_is_named(write: Write, case: str) -> None:
     ids=["shard", "shard, nested", "shard, long", "shard, result", "item of a run", "item, nested"],
 )
 def test_parts(tmp_path: Path, make: Callable[[Path], Path], where: str) -> None:
-    """What a shard makes and throws away is found, although the whole has nothing of it; and what an item of
-    torch.distributed.checkpoint is.
+    """Values that a shard discards are scanned, although the merged checkpoint does not contain them. Items of
+    torch.distributed.checkpoint are scanned, too.
     """
     assert names(make(tmp_path / "folder")) == [where]
 
 
 def test_modules_of_the_older_format(write: Write) -> None:
-    """A class that a file before torch 1.6 names by a persistent id is one class, at the module."""
+    """In a file of torch before 1.6, a class that a persistent id names is one concern, at the path of the module."""
     path = write(saved([torch.nn.Linear(1, 1)], _use_new_zipfile_serialization=False))
     assert judged(path)[0] == [Concern("torch.nn.modules.linear.Linear", "[0]", "needs code")]
 
 
-# Pickles inside
+# Nested pickles
 
 
 @pytest.mark.parametrize("nest", ways.NESTS)
 def test_pickles_inside(write: Write, nest: str) -> None:
-    """In every kind of byte string, of each protocol, and whatever stands behind its end; in a whole file of torch;
-    popped. Loading the file is what it is without them.
+    """A pickle inside a byte string is found, for every kind of byte string and every protocol. The level of the file
+    still tells only whether torch loads it.
     """
     for data in (ways.checkpoint, ways.legacy_with, ways.plain_of):
         for protocol in range(6):
@@ -216,9 +222,9 @@ def test_pickles_inside(write: Write, nest: str) -> None:
     )
 )
 def test_other_byte_strings(tmp_path_factory: pytest.TempPathFactory, values: list[bytes]) -> None:
-    """Random bytes, pickles of plain values and texts are no pickles with anything in them.
+    """Byte strings with random bytes, texts or pickles of plain values are not taken for nested pickles with code.
 
-    (Empty bytes, which only a call of ``bytes`` makes in protocol 2, need code.)
+    Empty byte strings need code, because protocol 2 creates them by a call of ``bytes``.
     """
     path = saved_at(tmp_path_factory.mktemp("bytes") / "m.pt", {"w": torch.ones(1), "x": values})
     known = ("an archive that cannot be read", "builtins.bytes")
@@ -226,7 +232,7 @@ def test_other_byte_strings(tmp_path_factory: pytest.TempPathFactory, values: li
 
 
 def test_a_file_of_weights_inside(write: Write) -> None:
-    """A pickle of tensors inside a byte string needs no code."""
+    """A file of tensors inside a byte string needs no code."""
     for zipped in (True, False):
         inner = saved({"w": torch.ones(2)}, _use_new_zipfile_serialization=zipped)
         assert judged(write(saved({"x": inner}))) == ([], LOADS)
@@ -236,7 +242,7 @@ ran: list[str] = []
 
 
 def runs(*_: object) -> str:
-    """What the pickles below call: whether they are run, it knows."""
+    """Record that a pickle below called this function."""
     ran.append("ran")
     return "os"
 
@@ -262,9 +268,9 @@ RUNS = ways.NAMINGS["REDUCE"](__name__, "runs", ARGS)
         b"}Nb" + RUNS + b".",
     ],
 )
-def test_what_pickles_own_reader_forgives(write: Write, inner: bytes) -> None:
-    """A pickle that our parser refuses and Python runs, or breaks off after the call: inside a byte string nobody
-    refuses it, so it is found.
+def test_pickles_that_only_python_reads(write: Write, inner: bytes) -> None:
+    """A pickle whose call Python runs is found inside a byte string, although the parser for checkpoints refuses the
+    pickle.
     """
     ran.clear()
     with pytest.raises(InputError):
@@ -279,7 +285,7 @@ def test_what_pickles_own_reader_forgives(write: Write, inner: bytes) -> None:
 
 
 def test_computed_names_inside(write: Write) -> None:
-    """STACK_GLOBAL of what a call gives: the parser refuses it, inside it is dangerous."""
+    """In a nested pickle, STACK_GLOBAL with the result of a call is dangerous."""
     inner = RUNS + short("system") + b"\x93" + ARGS + b"R."
     found, level = judged(write(nested(inner)))
     assert level == "dangerous" and found[0].name == "builtins.__import__.system"
@@ -290,7 +296,7 @@ def short(word: str) -> bytes:
 
 
 def test_depth(write: Write) -> None:
-    """Pickles inside pickles are looked into eight deep; what is deeper is unknown."""
+    """Nested pickles are scanned up to a depth of eight. Deeper ones are reported as unknown."""
     data = INNER
     for depth in range(1, 11):
         data = b"\x80\x04" + ways.NESTS["BINBYTES"](data) + b"."
@@ -300,13 +306,15 @@ def test_depth(write: Write) -> None:
 
 
 def test_what_cannot_be_looked_into(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pickle with more opcodes than are looked at is said, and needs code."""
+    """A nested pickle with more opcodes than the limit is reported as too long."""
     monkeypatch.setattr(nested_pickles, "LIMITS", Limits(nested_opcodes=100))
     assert names(write(nested(b"N0" * 100 + INNER))) == ["a pickle that is too long to check at x"]
 
 
 def test_many_pickles_inside(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten thousand are looked into; that there are more is said."""
+    """The number of nested pickles that are scanned is limited. The first one above the limit is reported as
+    unknown.
+    """
     monkeypatch.setattr(scan, "LIMITS", Limits(pickles_inside=10))
     found, level = judged(write(pushed(*[ways.NESTS["SHORT_BINBYTES"](b"cmine\nThing\n.")] * 12)))
     assert found == [
@@ -317,14 +325,14 @@ def test_many_pickles_inside(write: Write, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def in_a_part(code: bytes) -> bytes:
-    """A checkpoint with a tensor under ``x/a/w``, and what `code` pushes under ``x/b``."""
+    """Return a checkpoint with a tensor under ``x/a/w``, and the value that `code` pushes under ``x/b``."""
     part = b"}(" + text("a") + b"}(" + text("w") + tensor() + b"u" + text("b") + code + b"u"
     return torch_zip_of(dict_of(text("x"), part, protocol=4))
 
 
-def test_what_cannot_be_judged_is_not_ok(write: Write, tmp_path: Path) -> None:
-    """It is no damage and no danger that is known: verify fails for it, and convert carries it
-    only if it is told to, or leaves it out.
+def test_content_that_cannot_be_checked_is_not_ok(write: Write, tmp_path: Path) -> None:
+    """``verify`` fails for content that cannot be checked. ``convert`` refuses such content unless it is allowed or not
+    selected.
     """
     data = INNER
     for _ in range(9):
@@ -339,7 +347,7 @@ def test_what_cannot_be_judged_is_not_ok(write: Write, tmp_path: Path) -> None:
 
 
 def test_concerns_of_all_kinds_are_listed(write: Write) -> None:
-    """A thousand strange names do not hide what cannot be judged."""
+    """An archive that cannot be read is listed first, even with more than a thousand unknown globals."""
     strange = [f"cmodule{i}\nname\n".encode() for i in range(1001)]
     found, _ = judged(write(pushed(*strange, CUT_ARCHIVE)))
     assert (found[0].name, found[0].kind) == ("an archive that cannot be read", "unknown")
@@ -368,9 +376,8 @@ def test_concerns_of_all_kinds_are_listed(write: Write) -> None:
     + [("ascii", "ignore")],
 )
 def test_codecs(write: Write, codec: str, errors: str | None) -> None:
-    """A text is what its own codec makes of it, however that is spelled, in memory and as a range of the file.
-
-    Python is the judge.
+    """The result of ``_codecs.encode`` is scanned for every codec and every spelling of its name, also for a long text.
+    Python's own codecs are the reference.
     """
     for length in (0, 70_000):
         data = b"cos\nsystem\n(S'" + b"x" * length + b"'\ntR."
@@ -393,9 +400,9 @@ def test_codecs(write: Write, codec: str, errors: str | None) -> None:
 
 
 @pytest.mark.parametrize("method", [0, 8])
-def test_members_beside_the_pickle(write: Write, tmp_path: Path, method: int) -> None:
-    """Pickles that are other records of the archive are looked into; what carries the
-    records carries none of them unasked.
+def test_other_records_of_an_archive(write: Write, tmp_path: Path, method: int) -> None:
+    """Pickles in other records of the archive are scanned. A conversion that carries these records refuses dangerous
+    ones.
     """
     path = write(rezipped(ways.checkpoint(b"N"), {"extra/x.pkl": b"N." + INNER}, method=method))
     (found,), level = judged(path)
@@ -409,8 +416,8 @@ def test_members_beside_the_pickle(write: Write, tmp_path: Path, method: int) ->
 
 @pytest.mark.parametrize("number", range(5))
 def test_pickles_around_the_object(write: Write, tmp_path: Path, number: int) -> None:
-    """The four others of a file before torch 1.6: what their byte strings hold is found, and torch says whether it
-    loads. No conversion carries it.
+    """In the older format, byte strings in the pickles before and after the object are scanned, and a conversion does
+    not carry them. For harmless byte strings, the level agrees with torch.
     """
     data, ends = saved({"w": torch.ones(2)}, _use_new_zipfile_serialization=False), [0]
     for _ in range(5):
@@ -419,7 +426,7 @@ def test_pickles_around_the_object(write: Write, tmp_path: Path, number: int) ->
         at = ends[number] + 2
         path = write(data[:at] + ways.NESTS[nest](INNER) + b"0" + data[at:])
         if number == 0:
-            with pytest.raises(InputError):  # nobody knows it for such a file
+            with pytest.raises(InputError):  # the file is not recognized
                 judged(path)
             continue
         (found,), level = judged(path)
@@ -439,8 +446,8 @@ def _behind_pickle(data: bytes) -> bytes:
     return file.read()
 
 
-def test_what_stands_in_sys_info(write: Write, tmp_path: Path) -> None:
-    """A byte string there that torch loads is found, and left behind by every conversion."""
+def test_byte_strings_in_sys_info(write: Write, tmp_path: Path) -> None:
+    """A byte string in ``sys_info`` that torch loads is scanned. A conversion does not carry it."""
     data = ways.legacy_with(b"N")
     at = data.index(b"\x80\x02}") + 3
     path = write(data[:at] + ways.NESTS["SHORT_BINSTRING"](b"cos\nsystem\n.") + b"Ns" + data[at:])
@@ -451,7 +458,7 @@ def test_what_stands_in_sys_info(write: Write, tmp_path: Path) -> None:
 
 
 def test_extensions_around_the_object(write: Write) -> None:
-    """A code of the copyreg registry there is code."""
+    """An extension code of the copyreg registry in the pickles around the object is refused as code."""
     data = ways.legacy_with(b"N")
     at = data.index(b"\x80\x02}")
     with pytest.raises(InputError, match="the pickles around the object contain code"):
@@ -459,8 +466,8 @@ def test_extensions_around_the_object(write: Write) -> None:
 
 
 def test_a_pickled_module_inside(write: Write) -> None:
-    """Its storages are loaded out of byte strings, which are looked into; that needs the module's code and is no
-    danger. Loading anything else that way is.
+    """A pickled module in a byte string loads its storages from more byte strings, which are scanned. It needs the code
+    of the module, but is not dangerous. Loading anything else in this way is dangerous.
     """
     for protocol in (2, 4):
         inner = pickle.dumps(torch.nn.Linear(1, 1), protocol)
@@ -475,8 +482,10 @@ def test_a_pickled_module_inside(write: Write) -> None:
         assert (first.name, level) == ("torch.storage._load_from_bytes", "dangerous")
 
 
-def test_each_byte_string_is_looked_into_once(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often the memo gives it, and however many calls encode one text: cost grows with the file."""
+def test_each_byte_string_is_scanned_once(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte string is scanned once, even if the memo returns it often or many calls encode the same text. So the cost
+    grows only with the file.
+    """
     seen: list[int] = []
     scan_lenient = nested_pickles.scan_lenient
 
@@ -494,7 +503,7 @@ def test_each_byte_string_is_looked_into_once(write: Write, monkeypatch: pytest.
 
 
 def test_memory(write: Write) -> None:
-    """A byte string of 40 MB, as it stands and as a text, is not held, though a pickle fills it."""
+    """A nested pickle of 40 MB, as bytes or as a text, is scanned without a copy in memory."""
     for nest in ("BINBYTES", "_codecs.encode"):
         inner = b"\x80\x04" + ways.NESTS["BINBYTES"](bytes(40_000_000)) + b"0" + CALL + b"."
         path = write(ways.checkpoint(ways.NESTS[nest](inner)))
@@ -509,8 +518,8 @@ def test_memory(write: Write) -> None:
 
 
 def test_levels(tmp_path: Path) -> None:
-    """What loads, what torch's safe loader refuses without a need of code, what needs code, what is dangerous;
-    safetensors holds none. torch says the same.
+    """The level tells whether a checkpoint loads, is refused although it needs no code, needs code, or is dangerous.
+    torch's answers agree with it. A safetensors file contains no code.
     """
     path = tmp_path / "m.pt"
     for obj, protocol, level in (
@@ -534,8 +543,8 @@ def test_levels(tmp_path: Path) -> None:
 
 
 def test_the_corpus(corpus: Path) -> None:
-    """Nothing in the corpus is dangerous, nothing is taken for a pickle inside, and each needs code only if
-    torch's safe loader refused it.
+    """No file of the corpus is dangerous, and no byte string is taken for a nested pickle. The level of a file is
+    'loads' exactly if torch's safe loader accepted the file.
     """
     rows = list(csv.DictReader((corpus / "manifest.csv").read_text().splitlines()))
     judgements = 0
@@ -551,7 +560,7 @@ def test_the_corpus(corpus: Path) -> None:
     assert judgements > len(rows) / 2
 
 
-# What is carried
+# Conversion
 
 
 HIDDEN = {
@@ -565,8 +574,10 @@ HIDDEN = {
 
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("target", ["out.pt", "out.pkl", "legacy.pt"])
-def test_convert_carries_no_danger_unasked(write: Write, tmp_path: Path, hidden: str, target: str) -> None:
-    """The error says what it is and where; --allow-unsafe carries it, and then it is there as before."""
+def test_convert_refuses_dangerous_globals(write: Write, tmp_path: Path, hidden: str, target: str) -> None:
+    """A conversion refuses a dangerous checkpoint, and its error contains the global and the path. With
+    ``allow_unsafe``, the output has the same concern.
+    """
     out = tmp_path / target
     format_: Any = "legacy" if target == "legacy.pt" else None
     path = write(ways.checkpoint(HIDDEN[hidden]))
@@ -577,8 +588,8 @@ def test_convert_carries_no_danger_unasked(write: Write, tmp_path: Path, hidden:
     assert names(out)[0].replace("posix.", "os.") == where
 
 
-def test_a_part_without_it_is_carried(write: Write, tmp_path: Path) -> None:
-    """What is left out of the output is no reason to refuse it, be it selected away or excluded."""
+def test_a_part_without_the_danger_is_converted(write: Write, tmp_path: Path) -> None:
+    """A dangerous value that is not selected does not prevent the conversion."""
     path = write(in_a_part(HIDDEN["bytes"]))
     refused(DangerousError, None, path, tmp_path / "out.pt")
     ckptconv.convert(path, tmp_path / "out.pt", select="x/a")
@@ -586,10 +597,8 @@ def test_a_part_without_it_is_carried(write: Write, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", [*ways.NAMINGS, *ways.PLACES, *ways.NESTS])
-def test_safetensors_carries_none(write: Write, tmp_path: Path, way: str) -> None:
-    """The weights of a hostile file come out as numbers: the state dict's bytes, names
-    and texts, and no byte of the call.
-    """
+def test_safetensors_output_contains_no_code(write: Write, tmp_path: Path, way: str) -> None:
+    """The safetensors output of a dangerous checkpoint contains no part of the call."""
     code = (
         ways.NAMINGS[way]("os", "system", ARGS)
         if way in ways.NAMINGS
@@ -606,8 +615,8 @@ def test_safetensors_carries_none(write: Write, tmp_path: Path, way: str) -> Non
     assert list(ckptconv.inspect(out).metadata) == ["format"]
 
 
-def test_said(write: Write, command: Command) -> None:
-    """``inspect`` names what is dangerous with its path, first of all, and ``verify`` fails for it."""
+def test_output_of_inspect_and_verify(write: Write, command: Command) -> None:
+    """``inspect`` shows a dangerous global and its path in the first finding. ``verify`` fails."""
     path = write(ways.checkpoint(HIDDEN["bytes"]))
     shown = ckptconv.inspect(path)
     assert shown.dangerous == ("os.system",)
@@ -629,7 +638,9 @@ def test_said(write: Write, command: Command) -> None:
     ids=["a call", "a method", "its innards"],
 )
 def test_metadata_of_a_run(tmp_path: Path, code: bytes, words: str | None) -> None:
-    """What torch loads without its safe loader may name its own classes alone, and reach nothing from them."""
+    """``.metadata`` may only name the classes of torch's metadata, and must not reach other objects through them,
+    because torch loads it without its safe loader.
+    """
     folder = ways.dcp_in(tmp_path / "run", {"a": 1})
     (folder / ".metadata").write_bytes(b"\x80\x02" + METADATA + b")\x81}" + text("storage_meta") + code + b"sb.")
     said = str(error_of(folder))
@@ -646,8 +657,8 @@ def test_metadata_of_a_run(tmp_path: Path, code: bytes, words: str | None) -> No
     ids=["dangerous", "unknown", "extension"],
 )
 def test_chunks_of_a_run(tmp_path: Path, code: bytes, kind: type[CkptconvError]) -> None:
-    """A chunk's file that names what its tensor does not need is refused by name: the whole would show
-    nothing of it.
+    """A chunk with a global that its tensor does not need is refused, because the merged checkpoint would not show the
+    global.
     """
     folder = ways.dcp_in(tmp_path / "run", {"a": 1})
     _with_chunk(folder, code + b"0")
@@ -656,8 +667,8 @@ def test_chunks_of_a_run(tmp_path: Path, code: bytes, kind: type[CkptconvError])
 
 
 def _with_chunk(folder: Path, code: bytes) -> None:
-    """Let the chunk of the tensor in `folder` push `code` first: its file stands behind
-    the others, and .metadata says where.
+    """Replace the chunk of the tensor in `folder` with one that pushes `code` first. The new chunk is appended to the
+    file, and ``.metadata`` records its position.
     """
     (path,) = folder.glob("*.distcp")
     data = path.read_bytes()
@@ -678,7 +689,7 @@ def error_of(path: Path) -> CkptconvError:
 
 
 def test_the_list_ends(write: Write) -> None:
-    """A thousand names are listed, the rest counted; what is dangerous stands in the list nevertheless."""
+    """A thousand unknown globals are listed, and the others are counted. A dangerous global is listed in any case."""
     strange = [f"cmodule{i}\nname\n".encode() for i in range(1500)]
     found, level = judged(write(pushed(*strange, CALL)))
     assert (len(found), level) == (1002, "dangerous") and found[0].name == "os.system"
@@ -689,8 +700,10 @@ def test_the_list_ends(write: Write) -> None:
     )
 
 
-def test_storages_of_plain_pickles_are_not_looked_into(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are files of torch inside byte strings, and were read as such."""
+def test_storages_of_plain_pickles_are_not_scanned(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storages of plain pickles are files of torch inside byte strings. The reader has read them already, so the
+    scan leaves them out.
+    """
     monkeypatch.setattr(nested_pickles, "scan_lenient", lambda *args, **kwargs: pytest.fail("it was"))
     for protocol in (2, 4):
         path = write(pickle.dumps({"w": torch.ones(2), "v": torch.ones(40_000)}, protocol))

@@ -1,4 +1,6 @@
-"""Whether torch loads a file: each argument of each allowed call, each record around the pickle, judged by torch."""
+"""Whether torch loads a file: the answers for the arguments of allowed calls and for the records around the pickle are
+compared with torch.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def answer(path: Path) -> Loading:
 
 
 def check(path: Path, expected: str, text: str = "") -> None:
-    """We give the answer `expected`, with `text` in a reason, and torch does not contradict it."""
+    """Assert that the answer for `path` is `expected`, that `text` is in a reason, and that torch does not contradict
+    it.
+    """
     found = answer(path)
     why = refusal(path)
     assert found.answer == expected, (found.reasons, why)
@@ -67,7 +71,7 @@ def check(path: Path, expected: str, text: str = "") -> None:
 
 
 def test_it_names_the_version_that_is_installed(fixtures: Path) -> None:
-    """The answer is about the torch that the tests run with."""
+    """The answer contains the version of the installed torch."""
     assert answer(fixtures / "cuda0.pt").torch == TORCH
     assert "weights_only=True" in CALL
 
@@ -80,7 +84,7 @@ def storage(n: int = 8, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def v2(*changes: tuple[int, Any], dtype: torch.dtype = torch.float32, n: int = 8) -> Reduced:
-    """A call of _rebuild_tensor_v2 with some of its arguments changed."""
+    """Return a call of _rebuild_tensor_v2 with some of its arguments changed."""
     args = dict(enumerate((storage(n, dtype), 0, (2, 2), (2, 1), False, HOOKS))) | dict(changes)
     return Reduced(utils._rebuild_tensor_v2, tuple(args.values()))
 
@@ -121,7 +125,9 @@ def meta(*args: Any) -> Reduced:
 
 
 def unindexed(tensor: Any) -> Any:
-    """`tensor` among the hooks of another, where no reader looks for one: it would say itself what is wrong with it."""
+    """Return a tensor with `tensor` in its hooks. No reader looks for tensors there, so none reports an error in
+    `tensor`.
+    """
     return v2((5, tensor))
 
 
@@ -295,7 +301,7 @@ SINCE = {
 
 
 def expected_here(name: str, expected: str, text: str) -> tuple[str, str]:
-    """What this torch is expected to do with the object `name`, and what is in the reason."""
+    """Return the answer that is expected for the object `name` with this torch, and a text in its reason."""
     if name.startswith("nested") and not NESTED:
         return REFUSED, "torch._utils._rebuild_nested_tensor"
     first, before = SINCE.get(name, (VERSION, expected))
@@ -304,7 +310,7 @@ def expected_here(name: str, expected: str, text: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(name: str, tmp_path: Path) -> None:
-    """Each allowed function with arguments that it takes and that it does not."""
+    """The answers for calls of allowed functions are correct, for arguments that a function accepts and for others."""
     make, expected, text = CALLS[name]
     path = tmp_path / "x.pt"
     with warnings.catch_warnings():
@@ -342,7 +348,7 @@ PICKLES: dict[str, tuple[bytes, str, str]] = {
 
 @pytest.mark.parametrize("name", PICKLES)
 def test_pickles(name: str, tmp_path: Path) -> None:
-    """What the unpickler itself refuses, and the order in which it does things."""
+    """The answers cover the opcodes and keys that the unpickler itself refuses, and the order of its operations."""
     body, expected, text = PICKLES[name]
     path = tmp_path / "x.pt"
     path.write_bytes(torch_zip_of(b"\x80\x02" + body + b"."))
@@ -376,7 +382,7 @@ RECORDS: dict[str, tuple[Mapping[str, bytes | None], str, str]] = {
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_records(name: str, tmp_path: Path) -> None:
-    """What torch demands of the records around the pickle."""
+    """The answers cover the requirements of torch for the records around the pickle."""
     change, expected, text = RECORDS[name]
     path = tmp_path / "x.pt"
     path.write_bytes(rezipped(WHOLE, change))
@@ -385,14 +391,18 @@ def test_records(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("length", "expected"), [(510, LOADS), (511, REFUSED), (5000, REFUSED)])
 def test_the_archives_folder(length: int, expected: str, tmp_path: Path) -> None:
-    """torch keeps 511 bytes of a name, the slash among them."""
+    """torch reads 511 bytes of the name of a record, including the slash after the folder. A file whose folder has a
+    longer name is refused.
+    """
     path = tmp_path / "x.pt"
     path.write_bytes(rezipped(WHOLE, folder="r" * length))
     check(path, expected, "of the archive's folder" if expected == REFUSED else "")
 
 
 def test_constants_that_torch_sees_in_a_longer_name(tmp_path: Path) -> None:
-    """A record's name is cut where torch keeps no more of it."""
+    """torch cuts off long names of records. A file is refused if one of its names becomes ``constants.pkl`` in this
+    way.
+    """
     folder = "r" * (511 - len("/constants.pkl"))
     path = tmp_path / "x.pt"
     path.write_bytes(rezipped(WHOLE, {"constants.pkl.extra": b""}, folder=folder))
@@ -400,21 +410,23 @@ def test_constants_that_torch_sees_in_a_longer_name(tmp_path: Path) -> None:
 
 
 def test_deflated_storages(tmp_path: Path) -> None:
-    """They are inflated to know. Of one that is damaged torch takes whatever memory holds, and says nothing."""
+    """Deflated storages are inflated for the answer. If a storage is damaged, the answer is 'not known', because torch
+    uses the content of uninitialized memory without an error.
+    """
     path = tmp_path / "x.pt"
     path.write_bytes(rezipped(WHOLE, method=zipfile.ZIP_DEFLATED))
     check(path, LOADS)
     with zipfile.ZipFile(path) as opened:
         info = opened.getinfo("archive/data/1")
     data = bytearray(path.read_bytes())
-    data[info.header_offset + 30 + len("archive/data/1")] = 0x07  # a block of a kind that there is not
+    data[info.header_offset + 30 + len("archive/data/1")] = 0x07  # an invalid kind of block
     path.write_bytes(data)
     assert answer(path).answer == NOT_KNOWN
 
 
 @takes_nested
 def test_another_byte_order(tmp_path: Path) -> None:
-    """Numbers of nested tensors are read in the order in which they are stored."""
+    """The numbers of nested tensors are read in the byte order of the file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.save(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), tmp_path / "x.pt")
@@ -425,7 +437,9 @@ def test_another_byte_order(tmp_path: Path) -> None:
 
 
 def test_a_file_without_bytes(tmp_path: Path) -> None:
-    """``skip_data`` leaves holes without checksums: torch loads zeros, and verify finds nothing damaged."""
+    """``skip_data`` writes a file without the bytes of storages and without checksums. torch loads zeros, and
+    ``verify`` reports no damage.
+    """
     path = tmp_path / "x.pt"
     with torch.serialization.skip_data():
         torch.save({"w": torch.ones(300)}, path)
@@ -437,8 +451,10 @@ def test_a_file_without_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, "fp16"])
-def test_a_file_without_bytes_stays_one(tmp_path: Path, dtype: str | None) -> None:
-    """Converted, its storages have no checksums either: a file in which some have one would be damaged."""
+def test_a_file_without_bytes_is_converted(tmp_path: Path, dtype: str | None) -> None:
+    """A file without the bytes of its storages can be converted, and ``verify`` accepts the output. Checksums of only
+    some storages would make the output a damaged file.
+    """
     source, out = tmp_path / "x.pt", tmp_path / "y.pt"
     with torch.serialization.skip_data():
         torch.save({"w": torch.ones(300), "n": torch.ones(4, dtype=torch.int64)}, source)
@@ -464,7 +480,7 @@ BOUNDS: dict[str, tuple[Callable[[], Any], int, int]] = {
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_bounds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes more than is looked at is not known."""
+    """If a check takes more than its limit, the answer is 'not known'."""
     make, method, most = BOUNDS[name]
     if name == "values_read" and not NESTED:
         pytest.skip("this torch refuses all nested tensors")
@@ -481,7 +497,9 @@ def test_bounds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_names_of_files(tmp_path: Path) -> None:
-    """torch goes by the name since 2.13: what ends in .safetensors must be that, and nothing else may be."""
+    """Since version 2.13, torch reads a file as safetensors exactly if its name ends in .safetensors. Earlier versions
+    never do this.
+    """
     (tmp_path / "x.safetensors").write_bytes(WHOLE)
     by_name = VERSION >= (2, 13)
     check(tmp_path / "x.safetensors", *((REFUSED, "its name ends in .safetensors") if by_name else (LOADS,)))
@@ -492,7 +510,7 @@ def test_names_of_files(tmp_path: Path) -> None:
 
 
 def test_plain_pickles_and_programs(tmp_path: Path) -> None:
-    """torch.load reads neither."""
+    """``torch.load`` refuses plain pickles and TorchScript programs."""
     (tmp_path / "x.pkl").write_bytes(pickle.dumps({"a": torch.ones(2)}))
     check(tmp_path / "x.pkl", REFUSED, "which torch.load does not read")
     with warnings.catch_warnings():
@@ -533,18 +551,22 @@ OLD_OBJECTS: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.parametrize("python2", [False, True])
 @pytest.mark.parametrize("name", OLD_OBJECTS)
 def test_older_format(name: str, python2: bool, tmp_path: Path) -> None:
-    """What torch of long ago wrote, of which readers make today's calls: asked about as it stands."""
+    """Calls that very old versions of torch wrote are judged as they are in the file, although readers replace them
+    with the calls of today.
+    """
     obj, expected, text = OLD_OBJECTS[name]
     path = tmp_path / "x.pt"
     path.write_bytes(legacy_file({"a": obj}, {"1": (4, bytes(16))}, python2=python2))
-    if python2:  # which writes longer texts in an opcode that the safe loader does not know
+    if python2:  # Python 2 writes longer texts in an opcode that the safe loader does not know
         assert (answer(path).answer == LOADS) == (refusal(path) is None)
     else:
         check(path, expected, text)
 
 
-def test_older_format_that_reads_too_early(tmp_path: Path) -> None:
-    """A nested tensor is made of sizes that are not there yet."""
+def test_nested_tensors_in_the_older_format(tmp_path: Path) -> None:
+    """In the older format, torch creates a nested tensor before its sizes are read. The answer is never that such a
+    file loads.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         obj = torch.nested.nested_tensor([torch.ones(2)])
@@ -554,7 +576,9 @@ def test_older_format_that_reads_too_early(tmp_path: Path) -> None:
 
 
 def test_a_tar_archive(tmp_path: Path) -> None:
-    """torch asks tarfile first, which takes numbers that readers of the older format do not look for."""
+    """A file that is also a tar archive is refused. torch tries ``tarfile`` first, which accepts numbers that readers
+    of the older format do not look for.
+    """
     data = bytearray(legacy_file({"a": 1}, {}, sys_info={"padding": "\0" * 600}))
     total = sum(data[:512]) - sum(data[148:156]) + 8 * ord(" ")
     data[148:156] = f"+{total:o}".encode().ljust(8)
@@ -565,7 +589,7 @@ def test_a_tar_archive(tmp_path: Path) -> None:
 
 
 def said_of(path: Path) -> str:
-    """The first reason why torch does not load the file at `path`, or the reader's error."""
+    """Return the first reason why torch does not load the file at `path`, or the error of the reader."""
     try:
         return answer(path).reasons[0].text
     except CkptconvError as error:
@@ -576,23 +600,23 @@ def said_of(path: Path) -> str:
     ("name", "zipped", "protocol"), sampled(itertools.product(zoo.ZOO, (True, False), range(2, 6)))
 )
 def test_the_zoo(name: str, zipped: bool, protocol: int, tmp_path: Path) -> None:
-    """Everything that people save, in every protocol: the answer is torch's, and known."""
+    """For all kinds of saved objects and all protocols, the answer is known and is that of torch."""
     if protocol < zoo.NEEDS_PROTOCOL.get(name, 2):
         return
     path = tmp_path / "x.pt"
-    with warnings.catch_warnings(), suppress(RuntimeError):  # the older format cannot hold everything
+    with warnings.catch_warnings(), suppress(RuntimeError):  # the older format cannot contain everything
         warnings.simplefilter("ignore")
         zoo.save(zoo.ZOO[name](), path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
     if not path.stat().st_size:
         return
-    if name == "nested" and not zipped:  # which depends on what memory holds
+    if name == "nested" and not zipped:  # the answer depends on the content of memory
         return
     found = answer(path)
     assert found.answer == ("refused" if refusal(path) else "loads"), found.reasons
 
 
 def test_other_peoples_checkpoints(corpus: Path) -> None:
-    """None is said to be refused that torch loads, none to load that it refuses, and all is known."""
+    """For each checkpoint of the corpus, the answer is known and is that of torch."""
     for row in csv.DictReader((corpus / "manifest.csv").read_text().splitlines()):
         path = corpus / row["path"]
         try:
@@ -602,11 +626,11 @@ def test_other_peoples_checkpoints(corpus: Path) -> None:
         assert found.answer == ("refused" if refusal(path) else "loads"), (path, found.reasons)
 
 
-# What is said
+# Output
 
 
-def test_what_inspect_says(tmp_path: Path, command: Command) -> None:
-    """The answer, the call that it is about and the version, in words and for programs."""
+def test_output_of_inspect(tmp_path: Path, command: Command) -> None:
+    """The output contains the answer, the call that it is about, and the version of torch, as text and in JSON."""
     path = saved_at(tmp_path / "x.pt", {"m": {"w": v2((4, 0))}})
     said = inspect(path).as_dict()["torch_load"]
     assert said == {
@@ -648,8 +672,8 @@ def test_what_inspect_says(tmp_path: Path, command: Command) -> None:
 
 @takes_nested
 def test_jagged_tensors(tmp_path: Path, command: Command) -> None:
-    """torch's own unpickler wants a module imported first, and says so: a fresh process refuses the file, and one that
-    has built a jagged tensor has imported that module.
+    """torch loads jagged tensors only after a certain module was imported. A fresh process refuses the file. A process
+    that has created a jagged tensor has imported the module, and loads the file.
     """
     path = saved_at(tmp_path / "x.pt", {"j": torch.nested.nested_tensor([ONES, torch.ones(3)], layout=torch.jagged)})
     program = "import sys, torch; torch.load(sys.argv[1], weights_only=True)"
@@ -662,7 +686,9 @@ def test_jagged_tensors(tmp_path: Path, command: Command) -> None:
 
 
 def test_a_note_of_convert(tmp_path: Path) -> None:
-    """The output is refused for what an edit does not take away, and taken for what it does."""
+    """A note of ``convert`` tells that torch refuses the output because of a global. There is no note if the edit
+    removes this global.
+    """
     source = saved_at(tmp_path / "x.pt", {"m": {"w": torch.ones(2)}, "bad": Reduced(print, ())})
     (note,) = convert(source, tmp_path / "y.pt").notes
     assert note.startswith("torch.load(weights_only=True) refuses the output because of its __builtin__.print")

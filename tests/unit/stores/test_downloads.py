@@ -1,4 +1,6 @@
-"""Servers that send whole files only, or compress them: with ``download`` the file is fetched once and read here."""
+"""Servers that send only complete files, or compress them. With ``download``, a file is fetched once and then read
+here.
+"""
 
 from __future__ import annotations
 
@@ -41,45 +43,45 @@ pytest.importorskip("urllib3", reason="the extra remote is not installed")
 
 
 def whole(it: Exchange) -> None:
-    """No server that knows ranges: ``python -m http.server`` is such a one."""
+    """Send the complete file, as a server without ranges does. An example is ``python -m http.server``."""
     it.send(200, it.headers(Content_Range="", Content_Length=str(len(it.data))), it.data)
 
 
 def zipped(
     it: Exchange, status: int = 200, body: Callable[[bytes], bytes] = gzip.compress, coding: str = "gzip"
 ) -> None:
-    """All of it, compressed, whatever was asked for; its end is that of the connection."""
+    """Send the complete file, compressed, for any request. The file ends with the connection."""
     it.handler.close_connection = True
     it.send(status, it.headers(Content_Encoding=coding, Content_Range="", Content_Length=""), body(it.data))
 
 
 def zipped_ranges(it: Exchange) -> None:
-    """Ranges of what is compressed; all of it where no range is asked for."""
+    """Send ranges as compressed data, or the complete file if no range is requested."""
     it.send(206, it.headers(Content_Encoding="gzip"), it.part) if it.is_range else zipped(it)
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second attempt comes at once."""
+    """Retry once, without a delay."""
     for name, value in {"backoff": 0.01, "attempts": 2}.items():
         monkeypatch.setattr(POLICY, name, value)
 
 
 @pytest.fixture(scope="module")
 def state() -> dict[str, torch.Tensor]:
-    """With more bytes than a window, of which most are zeros, which compress a thousandfold."""
+    """Return a state dict with more bytes than a window. Most of them are zeros, which compress a thousandfold."""
     return {"module.a": torch.zeros(400_000), "module.b": torch.arange(50_000.0)}
 
 
 @pytest.fixture
 def server(state: dict[str, torch.Tensor]) -> Iterator[FileServer]:
-    """It has a.pt."""
+    """Serve a.pt."""
     with serving({"a.pt": saved(state)}, lie=whole) as server:
         yield server
 
 
 def left_in(folder: Path) -> list[str]:
-    """The files in it, and those without a name that this process still has open."""
+    """Return the files in `folder`, and the files without a name in it that this process has open."""
     fds = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
     nameless = [os.readlink(fd) for fd in fds if os.path.lexists(fd)]
     return [*os.listdir(folder), *(each for each in nameless if each.startswith(str(folder)))]
@@ -89,7 +91,9 @@ def left_in(folder: Path) -> list[str]:
 def test_the_error_says_what_to_add(
     lie: Callable[[Exchange], None], server: FileServer, tmp_path: Path, command: Command
 ) -> None:
-    """What its hint says, typed behind the command, or given to any function that takes a URL."""
+    """The hint of the error is ``--download``. With this option, every command that takes a URL succeeds, and a note
+    tells that the server does not support range requests.
+    """
     server.lie = lie
     url, out = server.url("a.pt"), tmp_path / "a.pt"
     for words in (["inspect", url], ["verify", url], ["diff", url, url], ["convert", url, out, "--unwrap"]):
@@ -105,8 +109,8 @@ def test_the_error_says_what_to_add(
     )
 
 
-def test_functions_take_it(server: FileServer, state: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    """And their error says it in their words."""
+def test_functions_take_download(server: FileServer, state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Every function that takes a URL has the parameter ``download``, and the error names it."""
     url = server.url("a.pt")
     with pytest.raises(UnsupportedError, match="download=True"):
         ckptconv.load(url)
@@ -121,7 +125,7 @@ def test_functions_take_it(server: FileServer, state: dict[str, torch.Tensor], t
 
 
 def test_how_far_it_is(server: FileServer, tmp_path: Path) -> None:
-    """A download says how much there is, and what has come; then what is done with it does."""
+    """The progress begins with the size of the download. All promised bytes are reported as done."""
     size = len(server.files["a.pt"])
     for inspected in (
         lambda meter: summary_of(server.url("a.pt"), download=True, progress=meter),
@@ -137,24 +141,26 @@ def test_how_far_it_is(server: FileServer, tmp_path: Path) -> None:
         assert meter.promised == meter.done
 
 
-def test_it_comes_once(server: FileServer, tmp_path: Path) -> None:
-    """However often its bytes are read; not at all where the output cannot be written."""
+def test_a_file_is_downloaded_once(server: FileServer, tmp_path: Path) -> None:
+    """A file is downloaded once, even if its bytes are read several times. It is not downloaded if the output cannot be
+    written.
+    """
     ckptconv.convert(server.url("a.pt"), tmp_path / "a.pt", verify=True, dtype="bf16", download=True)
-    assert len(server.seen) == 2  # the first asked for a range
+    assert len(server.seen) == 2  # the first request was for a range
     with pytest.raises(TargetExistsError):
         ckptconv.convert(server.url("a.pt"), tmp_path / "a.pt", download=True)
     assert len(server.seen) == 2
 
 
 def test_a_server_with_ranges_is_asked_for_ranges(server: FileServer) -> None:
-    """The option says what may be done, not what must."""
+    """A server that supports ranges is asked only for ranges, even with ``download``."""
     server.lie = None
     ckptconv.inspect(server.url("a.pt"), download=True)
     assert {each.status for each in server.seen} == {206}
 
 
 def test_a_set(server: FileServer, state: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    """Its index and all its shards."""
+    """The index of a set and all its shards are downloaded."""
     ckptconv.save(state, tmp_path / "s.safetensors")
     ckptconv.convert(tmp_path / "s.safetensors", tmp_path / "set/", max_shard_size="1MB")
     server.files |= {each.name: each.read_bytes() for each in (tmp_path / "set").iterdir()}
@@ -201,7 +207,7 @@ def test_lies(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One typed error, and nothing is left."""
+    """A wrong answer of the server leads to one error of a known type, and leaves no file."""
     server.lie = lie
     if lie is slow:
         monkeypatch.setattr(POLICY, "deadline", 0.3)
@@ -213,7 +219,7 @@ def test_lies(
 def test_data_that_inflates_beyond_the_free_space(
     server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forty kilobytes that become forty megabytes: the download ends while a part of 8 MiB still fits."""
+    """A compressed download ends before a part of 8 MiB would exceed the free space. Here, 40 kB become 40 MiB."""
     asked: list[int] = []
 
     def free_space(_: Path, fd: int) -> int:
@@ -227,8 +233,8 @@ def test_data_that_inflates_beyond_the_free_space(
     assert left_in(tmp_path) == [] and 0 < max(asked) <= 20 << 20
 
 
-def test_a_cut_that_passes(server: FileServer, tmp_path: Path) -> None:
-    """It is downloaded anew, and what came before is not in it."""
+def test_a_cut_download_is_repeated(server: FileServer, tmp_path: Path) -> None:
+    """A download that was cut off is repeated, and the output contains nothing of the first attempt."""
     server.lie = lambda it: cut(it) if it.number == 1 else whole(it)
     ckptconv.convert(server.url("a.pt"), tmp_path / "a.pt", download=True)
     assert ckptconv.verify(tmp_path / "a.pt").ok
@@ -236,7 +242,9 @@ def test_a_cut_that_passes(server: FileServer, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [whole, Exchange.answer], ids=["before the download", "after a range"])
 def test_a_change_in_between(first: Callable[[Exchange], None], server: FileServer, tmp_path: Path) -> None:
-    """What is downloaded is of one version, that of its answer. What was begun by ranges is not mended by it."""
+    """A downloaded file has the version of the answer that contains it. If the file changes after a range was read, the
+    conversion fails.
+    """
     new = saved({"b": torch.zeros(10_000)})
 
     def lie(it: Exchange) -> None:
@@ -256,7 +264,7 @@ def test_a_change_in_between(first: Callable[[Exchange], None], server: FileServ
 
 
 def test_compressed_from_the_second_answer_on(server: FileServer) -> None:
-    """An option that would not help is not advised."""
+    """If the server compresses only later answers, the error has no hint, because ``download`` would not help."""
     server.lie = lambda it: zipped_ranges(it) if it.number else it.answer()
     with pytest.raises(UnsupportedError, match="compressed data") as caught:
         ckptconv.load(server.url("a.pt"), download=True)
@@ -264,7 +272,9 @@ def test_compressed_from_the_second_answer_on(server: FileServer) -> None:
 
 
 def test_no_room(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is known before the first byte where the server says how many there are, else when the disk is full."""
+    """A download fails before its first byte if its size is known and exceeds the free space. It also fails if there is
+    no folder for it.
+    """
 
     class Full:
         f_bavail, f_frsize = 1, 4096
@@ -281,7 +291,7 @@ def test_no_room(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_ctrl_c(server: FileServer, tmp_path: Path) -> None:
-    """In the middle of it: nothing is left."""
+    """Ctrl-C during a download leaves no file."""
     gone = threading.Event()
 
     def lie(it: Exchange) -> None:
@@ -302,7 +312,7 @@ def test_ctrl_c(server: FileServer, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_several(jobs: str, server: FileServer, tmp_path: Path, command: Command) -> None:
-    """Each by itself, in processes too."""
+    """Several files are downloaded and converted, in one process or in two."""
     server.files["b.pt"] = server.files["a.pt"]
     (tmp_path / "out").mkdir()
     command("convert", server.url("a.pt"), server.url("b.pt"), f"{tmp_path}/out/", "--download", "-j", jobs)

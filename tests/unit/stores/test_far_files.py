@@ -1,4 +1,4 @@
-"""Checkpoints over HTTP: what every command makes of them is what it makes of the file here, in few requests."""
+"""Checkpoints over HTTP: each command gives the same result as for a local file, with few requests."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from tests.support.http_server import Exchange, FileServer, serving
 from tests.support.paths import ROOT
 
 KINDS = ("zip.pt", "legacy.pt", "s.safetensors")
-HEADERS = 256 << 10  # bytes that looking into a file may cost
+HEADERS = 256 << 10  # bytes that reading the headers of a file may take
 
 needs_urllib3 = pytest.mark.skipif(not find_spec("urllib3"), reason="the extra remote is not installed")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One state dict in each format, and as a set of three shards with their index."""
+    """Return a folder with one state dict in each format, and as a set of three shards with an index."""
     state = {f"module.layer.{i}": torch.arange(100_000.0) + i for i in range(6)}
     return saved_in_each_format(tmp_path_factory.mktemp("far"), state, "1MB")
 
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[FileServer]:
-    """All files of the folder, by their names."""
+    """Serve all files of the folder under their names."""
     files = {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
     with serving(files) as server:
         yield server
@@ -48,19 +48,21 @@ def server(folder: Path) -> Iterator[FileServer]:
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second attempt comes at once."""
+    """Retry without a delay."""
     monkeypatch.setattr(POLICY, "backoff", 0.01)
 
 
 def index_in(folder: Path) -> str:
-    """The name of the set's index."""
+    """Return the name of the index of the set in `folder`."""
     return next(f"set/{each.name}" for each in (folder / "set").glob("*.index.json"))
 
 
 @needs_urllib3
 @pytest.mark.parametrize("name", KINDS)
-def test_inspect_reads_the_headers_alone(name: str, server: FileServer, folder: Path) -> None:
-    """It says what it says of the file here, but for what it left out, in at most three requests."""
+def test_inspect_reads_only_the_headers(name: str, server: FileServer, folder: Path) -> None:
+    """``inspect`` gives the same facts as for the local file, in at most three requests. A note names what it did not
+    read.
+    """
     near, far = ckptconv.inspect(folder / name), ckptconv.inspect(server.url(name))
     assert far.path == server.url(name)
     assert (far.tensors, far.state_dicts, far.format, far.size) == (
@@ -75,8 +77,8 @@ def test_inspect_reads_the_headers_alone(name: str, server: FileServer, folder: 
 
 
 @needs_urllib3
-def test_more_than_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range of which some bytes are in memory already, and which is too long to be kept there."""
+def test_ranges_that_exceed_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range is read correctly if some of its bytes are in memory already, and if it is too long to be kept there."""
     monkeypatch.setattr(POLICY, "held", 1 << 20)
     data = bytes(range(251)) * (3 << 12)
     with serving({"a.pt": data}) as server, open_input(server.url("a.pt")) as source:
@@ -91,7 +93,7 @@ def test_more_than_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_converts_to_the_same_bytes(
     name: str, out: str, options: dict[str, str], server: FileServer, folder: Path, tmp_path: Path
 ) -> None:
-    """And asks for no byte of a tensor twice, whatever is computed of it."""
+    """The output has the same bytes as that of the local file. No byte of a tensor is requested twice."""
     for place in ("near", "far"):
         (tmp_path / place).mkdir()
     ckptconv.convert(folder / name, tmp_path / "near" / out, **options)
@@ -104,8 +106,8 @@ def test_converts_to_the_same_bytes(
 
 @needs_urllib3
 @pytest.mark.parametrize("name", KINDS)
-def test_the_library_reads_it(name: str, server: FileServer, folder: Path) -> None:
-    """verify, diff, load and open: as of the file here."""
+def test_functions_give_the_same_results(name: str, server: FileServer, folder: Path) -> None:
+    """``verify``, ``diff``, ``load`` and ``open`` give the same results as for the local file."""
     assert ckptconv.verify(server.url(name)).ok
     assert ckptconv.diff(server.url(name), folder / name, full=True).same
     expected = ckptconv.load(folder / name)
@@ -120,7 +122,9 @@ def test_the_library_reads_it(name: str, server: FileServer, folder: Path) -> No
 @needs_urllib3
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_several_at_once(jobs: str, server: FileServer, folder: Path, tmp_path: Path, command: Command) -> None:
-    """Each under its own name in a folder here, in processes too; one that is there is left, one is missing."""
+    """Several files are converted into a local folder under their own names, in one process or in two. An existing
+    output is skipped, and a missing file is reported.
+    """
     urls = [server.url(name) for name in (*KINDS, "none.pt")]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "legacy.pt").write_bytes(b"old")
@@ -134,7 +138,7 @@ def test_several_at_once(jobs: str, server: FileServer, folder: Path, tmp_path: 
 
 @needs_urllib3
 def test_damage_is_found(server: FileServer) -> None:
-    """A bit that flipped in the store is one that flipped on the disk."""
+    """``verify`` finds a single bit that was changed in the remote file."""
     data = bytearray(server.files["zip.pt"])
     data[len(data) // 2] ^= 1
     server.files["zip.pt"] = bytes(data)
@@ -143,7 +147,9 @@ def test_damage_is_found(server: FileServer) -> None:
 
 @needs_urllib3
 def test_a_set_is_read_by_its_index(server: FileServer, folder: Path, tmp_path: Path) -> None:
-    """At most two requests for each file to see what is in it; it becomes a file, or the same set."""
+    """A set is read by its index, with at most two requests for each file. It can be converted to a file, or to the
+    same set as from the local files.
+    """
     index = index_in(folder)
     far = ckptconv.inspect(server.url(index))
     assert far.tensors == ckptconv.inspect(folder / index).tensors
@@ -157,8 +163,8 @@ def test_a_set_is_read_by_its_index(server: FileServer, folder: Path, tmp_path: 
 
 
 @needs_urllib3
-def test_a_shard_that_is_not_there(server: FileServer, folder: Path) -> None:
-    """It is named, as on a disk."""
+def test_a_missing_shard(server: FileServer, folder: Path) -> None:
+    """The error contains the name of a missing shard, as for local files."""
     shard = next(name for name in server.files if "00002-of" in name)
     del server.files[shard]
     with pytest.raises(MalformedError, match=rf"1 of \d shards is missing: {Path(shard).name}"):
@@ -167,7 +173,7 @@ def test_a_shard_that_is_not_there(server: FileServer, folder: Path) -> None:
 
 @needs_urllib3
 def test_an_index_names_only_what_stands_beside_it(server: FileServer, folder: Path) -> None:
-    """Whatever it says, nothing else is asked for."""
+    """An index that names anything but a file next to it is refused, and nothing else is requested."""
     index = index_in(folder)
     for elsewhere in (
         "../zip.pt", "http://127.0.0.1:1/x.safetensors", "/etc/passwd", "%2e%2e/zip.pt", "..%2fzip.pt", "..\\zip.pt",
@@ -183,7 +189,9 @@ def test_an_index_names_only_what_stands_beside_it(server: FileServer, folder: P
 
 @needs_urllib3
 def test_the_first_shard_that_cannot_be_read_ends_it(server: FileServer, folder: Path) -> None:
-    """Any number of others could each take until the deadline."""
+    """The first shard that cannot be read ends the command, because each of the others could take until the
+    deadline.
+    """
     index = index_in(folder)
     shards = {f"w{i}": f"model-{i:05}-of-00200.safetensors" for i in range(1, 201)}
     server.files = {index: json.dumps({"weight_map": shards}).encode()} | {
@@ -196,8 +204,8 @@ def test_the_first_shard_that_cannot_be_read_ends_it(server: FileServer, folder:
 
 
 @needs_urllib3
-def test_faults_that_pass(server: FileServer, tmp_path: Path) -> None:
-    """A 503, a cut and a reset, each once: the file comes all the same."""
+def test_temporary_faults(server: FileServer, tmp_path: Path) -> None:
+    """After a status 503 and two incomplete answers, the requests are repeated and the file is complete."""
 
     def lie(it: Exchange) -> None:
         if it.number == 0:
@@ -217,7 +225,9 @@ def test_faults_that_pass(server: FileServer, tmp_path: Path) -> None:
 @needs_urllib3
 @pytest.mark.parametrize("etags", [True, False])
 def test_a_range_that_is_ignored_once(etags: bool, server: FileServer, tmp_path: Path) -> None:
-    """All of the same version in place of a range: it is asked for again. Each time: an error that says so."""
+    """If the server ignores a range once and sends the complete file in the same version, the range is requested again.
+    If the server always does this, an error is raised.
+    """
 
     def ignore(it: Exchange) -> None:
         it.send(200, it.headers(Content_Range="", Content_Length=str(len(it.data))), it.data)
@@ -235,7 +245,9 @@ def test_a_range_that_is_ignored_once(etags: bool, server: FileServer, tmp_path:
 @needs_urllib3
 @pytest.mark.parametrize("etags", [True, False])
 def test_a_file_that_changes_meanwhile(etags: bool, server: FileServer, tmp_path: Path) -> None:
-    """Also to one of the same size: the ETag is sent along, and the server says so."""
+    """A file that changes between two requests is refused. With an ETag, a change to the same size is found, too: the
+    request contains the ETag, and the server answers 412.
+    """
     server.etags = etags
 
     def lie(it: Exchange) -> None:
@@ -252,8 +264,8 @@ def test_a_file_that_changes_meanwhile(etags: bool, server: FileServer, tmp_path
 
 
 @needs_urllib3
-def test_without_a_validator_it_is_said(server: FileServer) -> None:
-    """A server that says neither ETag nor Last-Modified: a change could go unseen."""
+def test_a_server_without_validators_is_noted(server: FileServer) -> None:
+    """If a server sends neither ETag nor Last-Modified, a note is given, because a change could go unnoticed."""
     server.lie = lambda it: it.send(206, it.headers(ETag="", Last_Modified=""), it.part)
     assert any("no ETag" in note for note in ckptconv.inspect(server.url("zip.pt")).notes)
 
@@ -262,7 +274,9 @@ def test_without_a_validator_it_is_said(server: FileServer) -> None:
 def test_secrets_are_sent_and_never_shown(
     server: FileServer, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Name and password in a header, to their host alone; a signed query as it is. Neither is printed."""
+    """The user name and the password of a URL are sent in a header, and a signed query is sent unchanged. Neither is
+    printed.
+    """
     far = server.url("zip.pt").replace("//", "//me:pass%20word@") + "?X-Amz-Signature=s3cret"
     said = command("inspect", far)
     said = said._replace(out=said.out + command("convert", far, tmp_path / "a.pt", "--to", "cuda:1", "-v").err)
@@ -278,7 +292,7 @@ def test_secrets_are_sent_and_never_shown(
 
 @needs_urllib3
 def test_credentials_stay_with_their_host(server: FileServer) -> None:
-    """Where a server leads elsewhere, they do not go along."""
+    """Credentials are not sent to another host after a redirect."""
     elsewhere = server.url("zip.pt").replace("127.0.0.1", "localhost")
 
     def lie(it: Exchange) -> None:
@@ -296,7 +310,7 @@ def test_credentials_stay_with_their_host(server: FileServer) -> None:
     ("before", "after"), [("https://a/x", "http://a/x"), ("https://a/x", "ftp://a/x"), ("http://a/x", "file:///x")]
 )
 def test_redirects_that_are_not_followed(before: str, after: str) -> None:
-    """From https to http, and to any other scheme."""
+    """Redirects from https to http, and to any scheme that is not HTTP, are not followed."""
     from ckptconv.stores.http import HttpTransport
 
     transport = HttpTransport(parse(before), before)
@@ -315,7 +329,9 @@ def test_redirects_that_are_not_followed(before: str, after: str) -> None:
     ],
 )
 def test_the_hub(url: str, path: str, server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its resolve URLs, with its token; a link that has expired by now is asked for again."""
+    """A file of the Hub is read by its resolve URL, with the token. If a redirected URL has expired, the resolve URL is
+    requested again.
+    """
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     server.files[path] = b""
@@ -338,7 +354,7 @@ def test_the_hub(url: str, path: str, server: FileServer, monkeypatch: pytest.Mo
 
 @needs_urllib3
 def test_missing_files(server: FileServer, command: Command) -> None:
-    """The error is Python's own, too."""
+    """A missing file raises MissingInputError, and the command reports it with its URL."""
     with pytest.raises(MissingInputError, match="no such file"):
         ckptconv.inspect(server.url("none.pt"))
     command("inspect", server.url("none.pt"), status=1, err=f"{server.url('none.pt')}: cannot be read")
@@ -346,7 +362,7 @@ def test_missing_files(server: FileServer, command: Command) -> None:
 
 @needs_urllib3
 def test_a_file_that_was_closed(server: FileServer) -> None:
-    """Nobody waits for an answer that nobody asks for any more."""
+    """A read of a closed source fails."""
     source = open_input(server.url("zip.pt"))
     source.close()
     with pytest.raises(TransferError, match="closed"):
@@ -354,7 +370,7 @@ def test_a_file_that_was_closed(server: FileServer) -> None:
 
 
 def test_other_filesystems_are_tried(folder: Path) -> None:
-    """fsspec's, here the one in memory."""
+    """URLs of other schemes are read by filesystems of fsspec, here the one in memory."""
     fsspec = pytest.importorskip("fsspec", reason="the extra remote is not installed")
     fsspec.filesystem("memory").pipe_file("/far/zip.pt", (folder / "zip.pt").read_bytes())
     assert ckptconv.inspect("memory://far/zip.pt").tensors == ckptconv.inspect(folder / "zip.pt").tensors
@@ -364,8 +380,10 @@ def test_other_filesystems_are_tried(folder: Path) -> None:
         ckptconv.inspect("nosuch://far/zip.pt")
 
 
-def test_what_other_stores_say_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their errors can repeat the URL."""
+def test_errors_of_other_stores_contain_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The errors of other stores can contain the URL, but the user name, the password and the query are removed from
+    them.
+    """
     fsspec = pytest.importorskip("fsspec", reason="the extra remote is not installed")
 
     def fail(url: str) -> None:
@@ -378,7 +396,7 @@ def test_what_other_stores_say_has_no_secret(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the extra."""
+    """If a package is missing, the error contains its name and the extra that installs it."""
     for name in (
         "urllib3",
         "botocore",
@@ -393,10 +411,10 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_urllib3
-def test_the_page_runs(
+def test_the_how_to_page_runs(
     server: FileServer, folder: Path, command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each command and the Python of the how-to page, on a server that has its files."""
+    """Each command and the Python code of the how-to page run with a server that has the files."""
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
     zipped = server.files["zip.pt"]
     server.files |= {"runs/zip.pt": zipped, "me/model/resolve/main/zip.pt": zipped}
@@ -414,8 +432,8 @@ def test_the_page_runs(
     exec(code, {})
 
 
-def test_files_here_by_their_url(folder: Path, tmp_path: Path) -> None:
-    """``file:`` is a path like any other, on both sides."""
+def test_local_files_by_their_urls(folder: Path, tmp_path: Path) -> None:
+    """A ``file:`` URL is a local path, as the input and as the output."""
     url = f"file://{folder}/zip.pt"
     assert ckptconv.inspect(url).path == str(folder / "zip.pt")
     ckptconv.convert(url, f"file://{tmp_path}/a.pt", map_location="cpu")
@@ -423,8 +441,8 @@ def test_files_here_by_their_url(folder: Path, tmp_path: Path) -> None:
     assert local_path(parse("file://localhost/tmp/a%20b.pt")) == Path("/tmp/a b.pt")
 
 
-def test_what_is_here_needs_nothing_of_it(folder: Path) -> None:
-    """Nothing that reads far files is imported for those that are here."""
+def test_local_files_import_no_remote_modules(folder: Path) -> None:
+    """No module for remote files is imported for local files."""
     program = """
 import ckptconv
 ckptconv.inspect(sys.argv[1])
@@ -438,7 +456,7 @@ assert not far, far
 
 
 def test_a_url_as_a_path() -> None:
-    """It shows its slashes and no secrets, and what stands beside it is one too."""
+    """The path of a URL shows its slashes and no secrets. A path next to it is a URL, too."""
     path = far_path("https://me:word@host:81/a%20b/c.pt?sig=x")
     assert (str(path), path.name, path.suffix) == ("https://host:81/a b/c.pt", "c.pt", ".pt")
     assert str(path.parent / "d.pt") == "https://host:81/a b/d.pt"
@@ -449,15 +467,19 @@ def test_a_url_as_a_path() -> None:
     assert str(far_path("s3:/bucket/odd?key#1")) == "s3://bucket/odd?key#1"
 
 
-def test_ranges_are_put_together() -> None:
-    """What is near goes into one request, what is long into several, and no less than a window is asked for."""
+def test_ranges_are_merged_and_divided() -> None:
+    """Ranges that are close to each other become one request. A long range becomes several requests. A request has at
+    least the size of a window.
+    """
     assert merged([(50, 60), (0, 10), (12, 20), (5, 5)], 2) == [(0, 20), (50, 60)]
     assert in_parts([(0, 25)], 10) == [(0, 10), (10, 20), (20, 25)]
     assert [enlarged(each, 100, 30) for each in ((0, 5), (80, 90), (50, 95))] == [(0, 30), (70, 100), (50, 95)]
 
 
-def test_what_is_known_is_bounded() -> None:
-    """What came first is forgotten first; what overlaps is held once."""
+def test_bytes_in_memory_are_limited() -> None:
+    """The size of the bytes in memory is limited. The oldest bytes are dropped first, and overlapping ranges are stored
+    once.
+    """
     known = Extents(10)
     known.put(0, b"abcd")
     known.put(2, b"cdef")

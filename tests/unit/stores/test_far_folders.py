@@ -1,4 +1,4 @@
-"""Far folders: what every command makes of them is what it makes of the folder here, and each is listed once."""
+"""Remote folders: each command gives the same result as for a local folder, and each folder is listed once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.rank_runs import save_as_ranks
 from tests.support.writers import distributed
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*single process"),  # torch's, about there being no others
+    pytest.mark.filterwarnings("ignore:.*single process"),  # a warning of torch about a single process
     pytest.mark.skipif(not (find_spec("urllib3") and find_spec("fsspec")), reason="the extra remote is not installed"),
 ]
 STATE = {f"module.layer.{i}": torch.arange(50_000.0) + i for i in range(4)}
@@ -46,7 +46,9 @@ STATE = {f"module.layer.{i}": torch.arange(50_000.0) + i for i in range(4)}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run: files, a set, a DCP folder whose name has a suffix, rank files, and what is none of them."""
+    """Return the folder of a run with files, a set, a DCP folder whose name has a suffix, rank files, and files that
+    are no checkpoints.
+    """
     run = tmp_path_factory.mktemp("far") / "run"
     for name in ("deep/er", "set", "ranks"):
         (run / name).mkdir(parents=True)
@@ -65,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server() -> Iterator[FileServer]:
-    """A server that answers as the Hub does."""
+    """Serve files as the Hub does."""
     with serving() as server:
         yield server
 
@@ -74,7 +76,7 @@ def server() -> Iterator[FileServer]:
 def far(
     request: pytest.FixtureRequest, run: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[str]:
-    """The URL of the folder, in each kind of store."""
+    """Yield the URL of the folder in each kind of store."""
     files = {str(each.relative_to(run.parent)): each.read_bytes() for each in run.rglob("*") if each.is_file()}
     if request.param == "fsspec":
         import fsspec
@@ -93,8 +95,10 @@ def far(
     yield "hf://me/model/run"
 
 
-def test_each_checkpoint_in_it_is_read(far: str, run: Path) -> None:
-    """A file, a set by its folder and by its index, a DCP folder, and the files of all ranks."""
+def test_each_checkpoint_in_a_folder_is_read(far: str, run: Path) -> None:
+    """Each checkpoint in a remote folder is read like the local one: a file, a set by its folder and by its index, a
+    DCP folder, and the files of all ranks.
+    """
     index = next((run / "set").glob("*.index.json")).name
     for name in (
         "last.pt",
@@ -115,7 +119,9 @@ def test_each_checkpoint_in_it_is_read(far: str, run: Path) -> None:
 
 
 def test_the_table_of_a_folder(far: str, run: Path, command: Command) -> None:
-    """The lines are those of the folder here; verify and diff take all of it too."""
+    """``inspect`` and ``verify`` give the same table as for the local folder. ``diff`` compares complete
+    folders, too.
+    """
     for words in (["inspect"], ["verify", "-q"]):
         said = command(*words, f"{far}/").out.replace(far, "RUN").replace("ckpt/", "ckpt")
         assert said.split() == command(*words, run).out.replace(str(run), "RUN").split(), words
@@ -124,7 +130,9 @@ def test_the_table_of_a_folder(far: str, run: Path, command: Command) -> None:
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_batch(jobs: str, far: str, run: Path, tmp_path: Path, command: Command) -> None:
-    """All checkpoints in it become what those of the folder here become; a second time all is there."""
+    """All checkpoints in a remote folder are converted to the same files as those in the local folder. A second run
+    skips them.
+    """
     if jobs == "2" and not far.startswith("hf:"):
         pytest.skip("processes ask every store in one way, but for the one that is in this process alone")
     for src, dst in ((f"{far}/", tmp_path / "far"), (run, tmp_path / "near")):
@@ -141,8 +149,10 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["set", "deep"], ids=["a set", "a batch"])
-def test_others_come_along(name: str, far: str, run: Path, tmp_path: Path, command: Command) -> None:
-    """What is no checkpoint is copied from a far folder, to one, and from one to another, with all below."""
+def test_other_files_are_copied(name: str, far: str, run: Path, tmp_path: Path, command: Command) -> None:
+    """Files that are no checkpoints are copied from a remote folder, to one, and from one to another, with all
+    subfolders.
+    """
     words = ["--to", "cuda:1", "--copy-others"]
     for src, place in ((run, "near"), (far, "far")):
         command("convert", f"{src}/{name}/", f"{tmp_path}/{place}/", *words, "--verify")
@@ -161,7 +171,7 @@ def test_others_come_along(name: str, far: str, run: Path, tmp_path: Path, comma
 
 
 def test_no_link_leads_out_on_the_way_to_a_store(run: Path, tmp_path: Path) -> None:
-    """Nor does one to another link, which stays a link where the output is a folder here."""
+    """A link to a file outside of the folder, and a link to such a link, are not copied to a store."""
     src = tmp_path / "set"
     shutil.copytree(run / "set", src, symlinks=True)
     (tmp_path / "secret.txt").write_text("secret")
@@ -175,7 +185,9 @@ def test_no_link_leads_out_on_the_way_to_a_store(run: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["C:x.pt", "a:b/x.pt", "NUL", "x\\..\\..\\y.pt"])
 def test_a_name_that_leads_elsewhere_on_some_system(name: str, run: Path, tmp_path: Path) -> None:
-    """It becomes no name here. Its file can be read, and converted by itself, and copied to another store."""
+    """A name that leads out of the folder on some systems is not used for a local file. The file itself can be read and
+    converted, and a batch for another store includes it.
+    """
     import fsspec
 
     folder, data = f"memory://elsewhere-{len(name)}", (run / "last.pt").read_bytes()
@@ -188,7 +200,9 @@ def test_a_name_that_leads_elsewhere_on_some_system(name: str, run: Path, tmp_pa
 
 
 def test_a_file_beside_a_set_whose_name_leads_elsewhere(run: Path, tmp_path: Path) -> None:
-    """The set is converted, and the file is left and named."""
+    """A file next to a set is not copied if its name leads out of the folder on some systems. The set is converted, and
+    the report contains the error.
+    """
     import fsspec
 
     files = {f"/beside/set/{each.name}": each.read_bytes() for each in (run / "set").iterdir() if each.is_file()}
@@ -198,8 +212,8 @@ def test_a_file_beside_a_set_whose_name_leads_elsewhere(run: Path, tmp_path: Pat
     assert "C:evil.txt" not in os.listdir(tmp_path / "set")
 
 
-def test_of_an_index_its_siblings_come_along(far: str, run: Path, tmp_path: Path) -> None:
-    """And no folder."""
+def test_files_next_to_an_index_are_copied(far: str, run: Path, tmp_path: Path) -> None:
+    """If the input is an index, the files next to it are copied, but no folders."""
     index = next((run / "set").glob("*.index.json")).name
     ckptconv.convert(f"{far}/set/{index}", tmp_path / "beside", copy_others=True)
     assert {name for name in _files(tmp_path / "beside") if name.endswith("txt")} == {"model.txt"}
@@ -208,7 +222,7 @@ def test_of_an_index_its_siblings_come_along(far: str, run: Path, tmp_path: Path
 @pytest.mark.parametrize("name", ["set", "epoch=9.ckpt/", "ranks"])
 @pytest.mark.parametrize("out", ["one.pt", "shards/"])
 def test_one_checkpoint_of_several_files(name: str, out: str, far: str, run: Path, tmp_path: Path) -> None:
-    """It becomes a file, or a set, with the bytes that the folder here gives."""
+    """A checkpoint of several files is converted to a file or a set, with the same bytes as from the local folder."""
     more = {"max_shard_size": "400KB"} if out == "shards/" else {}
     for src, place in ((far, "far"), (run, "near")):
         (tmp_path / place).mkdir()
@@ -217,7 +231,9 @@ def test_one_checkpoint_of_several_files(name: str, out: str, far: str, run: Pat
 
 
 def test_what_is_not_there(far: str, run: Path, tmp_path: Path) -> None:
-    """The error is that of a missing file, and says how a folder is written."""
+    """A missing file or folder is reported. The error tells that the URL of a folder ends in a slash. Files can be
+    copied along only from folders that can be listed.
+    """
     for name in ("none/", "none.pt", "none"):
         with pytest.raises(MissingInputError):
             ckptconv.inspect(f"{far}/{name}")
@@ -231,8 +247,10 @@ def test_what_is_not_there(far: str, run: Path, tmp_path: Path) -> None:
         ckptconv.inspect(f"{far}/deep/er/")
 
 
-def test_a_file_of_it_that_is_missing(server: FileServer, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of a DCP folder, its metadata, a shard and a rank's file are named, as of a folder here."""
+def test_a_missing_file_of_a_checkpoint(server: FileServer, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing part of a DCP folder, its metadata, a shard, or the file of a rank is reported, as for a local
+    folder.
+    """
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
     whole = {f"me/model/resolve/main/{each.relative_to(run)}": each for each in run.rglob("*") if each.is_file()}
     for gone in (
@@ -253,7 +271,9 @@ def test_a_file_of_it_that_is_missing(server: FileServer, run: Path, monkeypatch
 def test_a_folder_is_listed_once(
     server: FileServer, run: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    """And again for each checkpoint in it that is a folder itself, which may be read elsewhere, page by page."""
+    """A folder is listed once, page by page. A checkpoint in it that is a folder is listed once more, because it may be
+    read by another process.
+    """
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     server.files = {
@@ -292,7 +312,7 @@ def test_a_folder_is_listed_once(
 def test_a_list_that_lies(
     body: bytes, link: str, error: type[CkptconvError], server: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No name leads out of the folder, and no other server is asked."""
+    """A wrong list of files is refused. No name leads out of the folder, and no other server is asked."""
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
     monkeypatch.setattr(POLICY, "backoff", 0.001)
     headers = {"Content-Length": str(len(body)), **({"Link": link} if link else {})}
@@ -302,7 +322,7 @@ def test_a_list_that_lies(
 
 
 def test_too_many_files(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list that never ends is one that is too long."""
+    """A list of files is refused if it exceeds the limit. So an endless list is refused, too."""
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
     monkeypatch.setattr("ckptconv.stores.requests.LIMITS", replace(LIMITS, far_files=5))
     body = json.dumps([{"type": "file", "path": f"{i}.pt", "size": 1} for i in range(3)]).encode()
@@ -313,7 +333,7 @@ def test_too_many_files(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_folders_whose_paths_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each folder has its path, so the paths of deep folders are counted together."""
+    """Each folder in a list has its own path. The total length of these paths is limited."""
     monkeypatch.setattr("ckptconv.stores.remote.LIMITS", replace(LIMITS, path_characters_unpickled=200_000))
     names = (f"{i}/{'ab/' * 100}x.pt" for i in range(100))
     with pytest.raises(LimitError, match="too long together"):
@@ -321,7 +341,9 @@ def test_folders_whose_paths_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_list_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pages together have a time, so that a page with one name every two minutes does not last for months."""
+    """There is one time limit for all pages of a list. Without it, a page with one name every two minutes could
+    continue for months.
+    """
     monkeypatch.setattr(POLICY, "patience", 0.05)
 
     def slowly(at: str, deadline: float) -> tuple[list[Entry], str]:
@@ -333,7 +355,9 @@ def test_a_list_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_that_a_url_would_divide(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of a repository is asked for by its whole name, and a percent sign in it stands for itself."""
+    """A special character in the name of a file is escaped in the URL that is requested. A percent sign in a name
+    stands for itself.
+    """
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
     for name in ("a?b.pt", "a#b.pt", "%2e%2e%2fa.pt", "a%20b.pt"):
         server.files = {f"me/model/resolve/main/{name}": saved({"a": torch.ones(1)})}
@@ -341,8 +365,8 @@ def test_names_that_a_url_would_divide(server: FileServer, monkeypatch: pytest.M
         assert server.seen[-1].path == f"/me/model/resolve/main/{quote(name)}"
 
 
-def test_web_servers_list_nothing(command: Command) -> None:
-    """The error says what to give instead."""
+def test_web_servers_do_not_list_folders(command: Command) -> None:
+    """Web servers do not list folders. The error tells which URL can be given instead."""
     command(
         "inspect", "https://localhost:1/run/", status=1, err=["web servers do not list", "model.safetensors.index.json"]
     )
@@ -351,7 +375,9 @@ def test_web_servers_list_nothing(command: Command) -> None:
 
 
 def test_far_paths() -> None:
-    """A slash at the end makes a folder, and is no part of the name; what a repository or a bucket is needs none."""
+    """A slash at the end of a URL marks a folder, and is not part of its name. Repositories and buckets are folders
+    without a slash, too.
+    """
     for text in (
         "s3://bucket",
         "s3://bucket/",

@@ -1,4 +1,6 @@
-"""Outputs in filesystems of fsspec's: whole or not at all, by transactions or by a move; else refused."""
+"""Outputs in filesystems of fsspec: they are complete or absent, by a transaction or by a move. Other filesystems are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ STATE = {f"module.{i}": torch.arange(50_000.0) + i for i in range(4)}
 
 
 class Moving(LocalFileSystem):
-    """A folder, in which files can be moved."""
+    """A filesystem in a local folder, in which files can be moved."""
 
     protocol = "moving"
     root = Path()
@@ -35,7 +37,7 @@ class Moving(LocalFileSystem):
 
 
 class Neither(Moving):
-    """The same, whose move is a copy, and whose files appear when they are opened."""
+    """A filesystem like the other one, but its move is a copy, and its files appear when they are opened."""
 
     protocol = "neither"
     mv = AbstractFileSystem.mv
@@ -46,7 +48,9 @@ class Neither(Moving):
 
 @pytest.mark.parametrize("said", [{"ETag": 5}, {"etag": b"x"}, {"mtime": ["x"]}, {"size": True}, {"size": "9"}, None])
 def test_what_a_filesystem_says_of_a_file(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of any type are a version of the file, or one error of ours, also in a list."""
+    """A filesystem can describe a file with values of any type. They are used as the version of the file, or lead to an
+    error of this package, also in a list of files.
+    """
     files, info = fsspec.filesystem("memory"), MemoryFileSystem.info
     with files.open("/odd/x.safetensors", "wb") as file:
         file.write(save({"a": torch.ones(2)}))
@@ -64,7 +68,7 @@ def test_what_a_filesystem_says_of_a_file(said: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(params=["memory", "moving"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Each such filesystem, and the URL of a folder there."""
+    """Return each filesystem that supports outputs, and the URL of a folder in it."""
     for kind in (Moving, Neither):
         fsspec.register_implementation(kind.protocol, kind, clobber=True)
     monkeypatch.setattr(Moving, "root", tmp_path / "store")
@@ -81,7 +85,7 @@ def names(files: Any, url: str) -> list[str]:
 
 @pytest.mark.parametrize("options", [{"map_location": "cpu"}, {"dtype": "bf16"}])
 def test_a_file_and_a_set(options: dict[str, str], store: Any, tmp_path: Path) -> None:
-    """They have the bytes of those here, and can be read there."""
+    """An output file has the same bytes as a local one. Files and sets in the filesystem can be read."""
     files, url = store
     (tmp_path / "near").mkdir()
     ckptconv.convert(tmp_path / "a.pt", tmp_path / "near/b.pt", **options)
@@ -95,8 +99,10 @@ def test_a_file_and_a_set(options: dict[str, str], store: Any, tmp_path: Path) -
     assert ckptconv.verify(f"{url}/c.pt").ok
 
 
-def test_a_folder_of_processes(store: Any, tmp_path: Path) -> None:
-    """Its metadata comes last, and the files of a process that the next one does not have go."""
+def test_a_dcp_folder(store: Any, tmp_path: Path) -> None:
+    """A DCP folder can replace one with more processes. The file of the process that does not exist any more is
+    removed.
+    """
     files, url = store
     ckptconv.convert(tmp_path / "a.pt", f"{url}/dcp/", format="dcp", ranks=3)
     ckptconv.convert(tmp_path / "a.pt", f"{url}/dcp/", format="dcp", ranks=2, force=True)
@@ -105,8 +111,8 @@ def test_a_folder_of_processes(store: Any, tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "back.pt"), torch.load(tmp_path / "a.pt"))
 
 
-def test_what_is_there_stays(store: Any, tmp_path: Path) -> None:
-    """Without --force; with it, it is replaced."""
+def test_existing_outputs_are_kept(store: Any, tmp_path: Path) -> None:
+    """An existing output is replaced only with ``force``."""
     _, url = store
     for dst in (f"{url}/a.pt", f"{url}/a/"):
         more = {"max_shard_size": "400KB"} if dst.endswith("/") else {}
@@ -117,8 +123,10 @@ def test_what_is_there_stays(store: Any, tmp_path: Path) -> None:
         assert set(ckptconv.inspect(dst).devices) == {"cuda:1"}
 
 
-def test_an_old_set_goes(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its index before a new shard is there, its other shards when all are; what is no part of it stays."""
+def test_an_old_set_is_removed(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of an old set is removed before a new shard appears. The other old shards are removed as well, and
+    files that are not part of the set stay.
+    """
     files, url = store
     how = {"format": "safetensors", "max_shard_size": "300KB"}
     ckptconv.convert(tmp_path / "a.pt", f"{url}/set/", **how)
@@ -150,7 +158,7 @@ def test_an_old_set_goes(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_fault_leaves_nothing(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a file, nor part of a set, nor a temporary."""
+    """A fault leaves no file, no part of a set, and no temporary file."""
     files, url = store
     numbers = iter(range(100))
 
@@ -165,8 +173,10 @@ def test_a_fault_leaves_nothing(store: Any, tmp_path: Path, monkeypatch: pytest.
     assert names(files, url) == []
 
 
-def test_where_neither_is_to_be_had(store: Any, tmp_path: Path) -> None:
-    """Nothing is written; nor to what is read alone."""
+def test_filesystems_without_moves_and_transactions(store: Any, tmp_path: Path) -> None:
+    """Nothing is written to a filesystem that has no move and no transactions. URLs of schemes that are only read, or
+    that are unknown, are refused.
+    """
     with pytest.raises(UnsupportedError, match="no move and no transaction"):
         ckptconv.convert(tmp_path / "a.pt", "neither://b.pt")
     assert [*(tmp_path / "store").iterdir()] == []

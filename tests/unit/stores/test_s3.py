@@ -1,4 +1,4 @@
-"""Uploads to S3: the tests that run against a real store in tests/long, here against one in memory."""
+"""Uploads to S3: the tests in tests/long for a real store run here with a store in memory."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from tests.support.seaweed import BUCKET, Store
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Smaller files than there, yet of several parts."""
+    """Return a folder with smaller files than in tests/long, but with several parts."""
     return state_dicts(tmp_path_factory.mktemp("here"), 5 * MIB // 2)
 
 
 @pytest.fixture(scope="module")
 def store(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """A store that has the files."""
+    """Yield a store that contains the files."""
     with running_fake(tmp_path_factory.mktemp("store")) as store:
         for name in KINDS:
             store.put(name, (folder / name).read_bytes())
@@ -64,14 +64,16 @@ def store(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("is_far", [True, False], ids=["from S3", "from here"])
 def test_targets(is_far: bool, name: str, store: Store, folder: Path, tmp_path: Path) -> None:
-    """The object has the bytes that the file here would have; no upload stays open."""
+    """The object has the bytes that a local file would have, and no upload stays open."""
     test_far_s3.test_targets(is_far, name, "out.pt", {"dtype": "bf16"}, store, folder, tmp_path)
     test_far_s3.test_targets(is_far, name, "out.safetensors", {"strip_prefix": "module."}, store, folder, tmp_path)
 
 
 @pytest.mark.parametrize("edits", [{"map_location": "cuda:1"}, {"dtype": "bf16"}], ids=["copied", "computed"])
 def test_how_far_it_is(edits: dict[str, str], store: Store) -> None:
-    """What is read of a far file to compare it, made here, sent or copied, and read back: as much as was promised."""
+    """The progress includes what is read to compare a remote file, computed, sent or copied, and read back. All
+    promised bytes are reported as done.
+    """
     meter = Counted()
     output = OutputOptions(verify=True, force=True)
     run(find_request(url("zip.pt"), url("meter.pt"), edits_from(**edits), output), meter)
@@ -80,25 +82,29 @@ def test_how_far_it_is(edits: dict[str, str], store: Store) -> None:
 
 
 def test_a_fault_at_every_request(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever fails: the old object as it was, and no open upload."""
+    """If any request fails, the old object is unchanged, and no upload is open."""
     test_far_s3.test_a_fault_at_every_request("refused", store, monkeypatch)
 
 
 @pytest.mark.slow
 def test_a_set_and_a_fault_at_every_request(store: Store, tmp_path: Path) -> None:
-    """Whichever fails: no open upload, and no index that names files of two sets."""
+    """If any request fails, no upload is open, and no index names files of two sets."""
     test_far_s3.test_a_set_and_a_fault_at_every_request("same names", store, tmp_path)
 
 
 @pytest.mark.slow
 def test_two_that_replace_one_set(store: Store, tmp_path: Path) -> None:
-    """A whole set of one of them stays, and the other one says so."""
-    test_far_s3.two_that_replace_one_set([13, 14, 99], 250, 250, store, tmp_path)  # before our index, and behind it
+    """If two processes replace the same set, a complete set of one of them remains, and the other one reports
+    an error.
+    """
+    test_far_s3.two_that_replace_one_set([13, 14, 99], 250, 250, store, tmp_path)  # before our index, and after it
     test_far_s3.two_that_replace_one_set([10, 99], 90, 170, store, tmp_path)  # before our first shard
 
 
 def test_it_is_read_back(store: Store, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
-    """Each byte of the output, when it is there. What differs is said, stays, and can be written again."""
+    """With ``--verify``, each byte of the output is read back. An output that differs is reported and kept, and it can
+    be written again.
+    """
     test_far_s3.test_it_is_read_back(("--to", "cuda:1"), store, monkeypatch, command)
 
 
@@ -108,7 +114,9 @@ SET: Any = {"max_shard_size": "14MB", "format": "safetensors"}
 def test_what_somebody_else_has_put_in_the_place_of_a_shard_stays(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that is ours goes again, and nothing of theirs."""
+    """If another process replaces a shard during a conversion, its file is kept, and all other files of the conversion
+    are removed.
+    """
 
     def replaced(path: Path, *args: Any) -> None:
         store.put("raced/model-00001-of-00002.safetensors", b"theirs")
@@ -121,8 +129,10 @@ def test_what_somebody_else_has_put_in_the_place_of_a_shard_stays(
     assert store.get("raced/model-00001-of-00002.safetensors") == b"theirs"
 
 
-def test_what_somebody_else_has_put_in_the_place_of_another_file_stays(store: Store, tmp_path: Path) -> None:
-    """After a fault, as with shards."""
+def test_another_file_that_another_process_has_replaced_is_kept(store: Store, tmp_path: Path) -> None:
+    """After a fault, the other files that were uploaded are removed, except for those that another process has
+    replaced.
+    """
     for name in "ab":
         (tmp_path / name).write_bytes(b"ours")
     others = [OtherFile(far_path(url(f"others/{name}")), tmp_path / name, "file", 4) for name in "ab"]
@@ -135,7 +145,9 @@ def test_what_somebody_else_has_put_in_the_place_of_another_file_stays(store: St
 
 @pytest.mark.parametrize("request_", ["PutObject", "CompleteMultipartUpload"])
 def test_an_answer_that_is_lost(request_: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has appeared is ours when the store, asked again, says that it exists; what others have put there is not."""
+    """If an answer is lost, the request is sent again, and the store answers that the object exists. The object is
+    accepted if it is ours, and kept if it is from another process.
+    """
     from botocore.client import BaseClient
     from botocore.exceptions import ReadTimeoutError
 
@@ -165,7 +177,7 @@ def test_an_answer_that_is_lost(request_: str, store: Store, tmp_path: Path, mon
 
 
 def test_ctrl_c_while_an_upload_begins(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer is waited for, and the upload aborted."""
+    """After Ctrl-C during the request that begins an upload, the answer is awaited and the upload is aborted."""
     from botocore.client import BaseClient
 
     original = BaseClient._make_api_call
@@ -184,7 +196,9 @@ def test_ctrl_c_while_an_upload_begins(store: Store, monkeypatch: pytest.MonkeyP
 
 
 def test_ctrl_c_and_no_answer_to_the_abort(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interrupt has a note, which the command line prints, with the command that lists the open upload."""
+    """If an upload cannot be aborted after Ctrl-C, the exception has a note with the command that lists the open
+    upload. The command line prints such notes.
+    """
     from botocore.client import BaseClient
     from botocore.exceptions import ReadTimeoutError
 
@@ -220,7 +234,9 @@ def test_ctrl_c_and_no_answer_to_the_abort(store: Store, monkeypatch: pytest.Mon
 def test_an_upload_that_may_stay_open_is_said(
     lost: str, refused: str, is_said: bool, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the command that lists it, after a fault: of one whose id never came, or that was not aborted. No other."""
+    """The error of a failed upload contains the command that lists it if the upload may be open, because its id was
+    lost or because it was not aborted.
+    """
     from botocore.client import BaseClient
     from botocore.exceptions import ClientError, ReadTimeoutError
 
@@ -249,10 +265,10 @@ def test_an_upload_that_may_stay_open_is_said(
 @pytest.mark.parametrize(
     ("target", "old", "new"), [("last.pt", {}, {}), ("last/", {**SET, "max_shard_size": "20MB"}, SET)]
 )
-def test_what_comes_behind_the_last_request_takes_nothing_back(
+def test_an_interrupt_after_the_last_request_keeps_the_output(
     target: str, old: Any, new: Any, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C when all is there: what was there before is gone by then."""
+    """Ctrl-C after the last request keeps the new output, because the previous output is gone by then."""
     ckptconv.convert(url("zip.pt"), url(target), **old)
     appear = s3._Upload.appear
 
@@ -269,7 +285,7 @@ def test_what_comes_behind_the_last_request_takes_nothing_back(
 
 
 def test_a_store_that_cannot_be_reached(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it is asked first what is there."""
+    """A store that cannot be reached is reported, also by the first request, which looks for an existing output."""
     monkeypatch.setattr(POLICY, "backoff", 0.001)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     with pytest.raises(OutputError, match="EndpointConnectionError"):

@@ -1,4 +1,4 @@
-"""Servers behind TLS, whose certificates the environment trusts or not, and proxies, which it names."""
+"""Servers with TLS, whose certificates are trusted or not, and proxies from environment variables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHO = "Basic " + base64.b64encode(b"me:p/w").decode()
 
 @pytest.fixture(autouse=True)
 def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of what the environment of the tests says; and nobody waits."""
+    """Remove the proxies from the environment, and retry without a delay."""
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"):
         for each in (name, name.lower()):
             monkeypatch.delenv(each, raising=False)
@@ -34,44 +34,48 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, bytes]:
-    """A checkpoint."""
+    """Return the files of a server: one checkpoint."""
     return {"a.pt": saved({"a": torch.arange(60_000.0)})}
 
 
 @pytest.fixture(scope="module")
 def trusted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]:
-    """A certificate, and what a server needs for it."""
+    """Return a certificate, and the context of a server that uses it."""
     return certificate(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture
 def secure(files: dict[str, bytes], trusted: tuple[Path, ssl.SSLContext]) -> Iterator[FileServer]:
-    """A server behind TLS."""
+    """Serve the files with TLS."""
     with serving(files, tls=trusted[1]) as server:
         yield server
 
 
 @pytest.fixture
 def trust(trusted: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its certificate is trusted, as it is for other programs."""
+    """Trust the certificate of the server by ``SSL_CERT_FILE``, as for other programs."""
     monkeypatch.setenv("SSL_CERT_FILE", str(trusted[0]))
 
 
 def test_a_certificate_that_nobody_trusts(secure: FileServer) -> None:
-    """Nothing is asked for, and the error says what would trust it."""
+    """A server whose certificate is not trusted gets no request. The error tells that ``SSL_CERT_FILE`` can name a
+    trusted certificate.
+    """
     with pytest.raises(TransferError, match=r"no secure connection.*SSL_CERT_FILE"):
         ckptconv.inspect(secure.url("a.pt"))
     assert secure.seen == []
 
 
 def test_a_certificate_that_is_trusted(secure: FileServer, trust: None) -> None:
-    """All of it comes."""
+    """A file is read completely from a server whose certificate is trusted."""
     assert torch.equal(ckptconv.load(secure.url("a.pt"))["a"], torch.arange(60_000.0))
 
 
 @pytest.mark.parametrize("download", [False, True])
 def test_from_https_to_http(download: bool, secure: FileServer, files: dict[str, bytes], trust: None) -> None:
-    """Nobody follows there, and nothing is asked of that server; the other way round is followed."""
+    """A redirect from https to http is not followed, and the other server gets no request. A redirect from http to
+    https is followed.
+    """
     with serving(files) as plain:
 
         def lead(it: Exchange, to: FileServer) -> None:
@@ -86,13 +90,15 @@ def test_from_https_to_http(download: bool, secure: FileServer, files: dict[str,
 
 
 def through(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, who: str = "") -> None:
-    """Have the environment name `proxy`."""
+    """Name `proxy` in the environment, with the user name and the password in `who`."""
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, f"http://{who}127.0.0.1:{proxy.port}")
 
 
 def test_a_proxy(secure: FileServer, files: dict[str, bytes], trust: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request goes through it: of https it knows the host alone. NO_PROXY has exceptions."""
+    """Each request goes through the proxy. With https, the proxy learns only the host. ``no_proxy`` contains
+    exceptions.
+    """
     with serving(files) as plain, proxying(WHO) as proxy:
         through(proxy, monkeypatch, "me:p%2Fw@")
         assert ckptconv.inspect(plain.url("a.pt")).tensors
@@ -108,7 +114,7 @@ def test_a_proxy(secure: FileServer, files: dict[str, bytes], trust: None, monke
 
 
 def test_a_redirect_past_a_proxy(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which proxy, if any, each place decides for itself."""
+    """The proxy is chosen for each URL, also after a redirect. It may be none."""
     with serving(files) as there, proxying() as proxy:
         lead = {"Location": there.url("a.pt"), "Content-Length": "0"}
         with serving(files, lie=lambda it: it.send(302, lead, b"")) as here:
@@ -119,7 +125,9 @@ def test_a_redirect_past_a_proxy(files: dict[str, bytes], monkeypatch: pytest.Mo
 
 
 def test_a_proxy_that_refuses(secure: FileServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or is not there, or is of another kind: an error that names the variable, and no password."""
+    """A proxy that refuses, cannot be reached, or is of an unknown kind leads to an error. The error mentions the
+    proxy, but no password.
+    """
     with serving(files) as plain, proxying(WHO) as proxy:
         through(proxy, monkeypatch, "me:secret@")
         with pytest.raises(InputError, match=r"the proxy asks for a name and a password.*HTTPS_PROXY") as caught:
@@ -142,7 +150,9 @@ def test_a_proxy_that_refuses(secure: FileServer, files: dict[str, bytes], monke
 def test_s3_behind_tls(
     files: dict[str, bytes], trusted: tuple[Path, ssl.SSLContext], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AWS_CA_BUNDLE says which certificates are trusted; the error names it, and comes at once."""
+    """``AWS_CA_BUNDLE`` names the trusted certificates of a store. If a certificate is not trusted, the error of a read
+    names this variable, and there is no delay for another attempt.
+    """
     monkeypatch.setenv("AWS_CA_BUNDLE", str(trusted[0]))
     with running_fake(tmp_path, trusted[1]) as store:
         url = store.put("a.pt", files["a.pt"])
@@ -156,7 +166,7 @@ def test_s3_behind_tls(
 
 
 def test_s3_through_a_proxy(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """botocore asks the same variables."""
+    """botocore uses the same environment variables for proxies."""
     with running_fake(tmp_path) as store, proxying() as proxy:
         url = store.put("a.pt", files["a.pt"])
         through(proxy, monkeypatch)

@@ -1,4 +1,4 @@
-"""How a planned file is cut into the parts of an upload: within S3's bounds, and all of it once."""
+"""Parts of an upload: they are within the limits of S3, and contain all of a planned file once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ckptconv.byteranges.spans import ByteRange, Literal, OutFile, Piece
 from ckptconv.stores.uploads import LEAST, Part, parts_of
 
 GIB = 1 << 30
-MOST_PARTS, LARGEST = 10_000, 5 * GIB  # S3's own
+MOST_PARTS, LARGEST = 10_000, 5 * GIB  # limits of S3
 
 
 @dataclass
 class Nothing:
-    """A source of any size, whose bytes nobody reads. `inside`: it is in the store."""
+    """A source of any size whose bytes nobody reads. `inside` tells whether it is in the store."""
 
     size: int
     inside: bool
@@ -38,7 +38,7 @@ def is_inside(source: object) -> bool:
 
 
 def atoms(pieces: list[Piece]) -> list[tuple[object, int, int]]:
-    """What `pieces` are, put together again: neighbours of one source as one."""
+    """Return the bytes and the ranges in `pieces`. Adjacent ranges of one source are joined."""
     found: list[tuple[object, int, int]] = []
     for piece in pieces:
         if isinstance(piece, Literal):
@@ -53,7 +53,7 @@ def atoms(pieces: list[Piece]) -> list[tuple[object, int, int]]:
 
 
 def check(parts: list[Part], file: OutFile) -> None:
-    """Within the bounds, and the same bytes in the same order."""
+    """Assert that `parts` are within the limits, and have the bytes of `file` in the same order."""
     assert len(parts) <= MOST_PARTS
     assert all(LEAST <= part.length <= LARGEST for part in parts[:-1])
     assert all(part.length == sum(piece.length for piece in part.pieces) for part in parts)
@@ -66,7 +66,9 @@ _SIZES = st.one_of(st.integers(1, 100), st.integers(LEAST - 2, LEAST + 2), st.in
 
 @given(st.lists(st.one_of(st.binary(max_size=9), st.tuples(_SIZES, st.booleans())), max_size=7))
 def test_any_file(pieces: list[bytes | tuple[int, bool]]) -> None:
-    """Literals and ranges of any length, in the store or not, up to terabytes."""
+    """Literals and ranges of any length, in the store or not, are divided into valid parts. A file has up to several
+    terabytes.
+    """
     made: list[Piece] = []
     for piece in pieces:
         made.append(Literal(piece) if isinstance(piece, bytes) else ByteRange(Nothing(piece[0], piece[1]), 0, piece[0]))
@@ -75,7 +77,9 @@ def test_any_file(pieces: list[bytes | tuple[int, bool]]) -> None:
 
 
 def test_a_changed_pickle_sends_five_mebibytes() -> None:
-    """And what follows the store copies itself, several hundred megabytes at once."""
+    """If only the pickle at the start changes, the upload sends the first 5 MiB and the end of the file. The store
+    copies the rest itself, several hundred megabytes at once.
+    """
     old = Nothing(GIB, True)
     file = OutFile(Path("a.pt"), (Literal(bytes(1000)), ByteRange(old, 900, GIB - 900), Literal(b"end")), GIB + 103)
     parts = parts_of(file, is_inside)
@@ -84,8 +88,10 @@ def test_a_changed_pickle_sends_five_mebibytes() -> None:
     assert [part.copied for part in parts] == [False, True, True, True, True, False]
 
 
-def test_without_the_store_all_is_sent() -> None:
-    """In parts of some megabytes, which are in memory several at once."""
+def test_a_file_from_outside_the_store_is_sent_completely() -> None:
+    """Without a source in the store, all bytes are sent, in parts of at most 16 MiB. Several of these are in memory at
+    the same time.
+    """
     file = OutFile(Path("a.pt"), (ByteRange(Nothing(GIB, False), 0, GIB),), GIB)
     parts = parts_of(file, is_inside)
     check(parts, file)

@@ -1,4 +1,6 @@
-"""The calls of this system; and the forms of commands of Windows, whose module can be read anywhere with stand-ins."""
+"""The system calls of this platform, and the quoting of commands for Windows. The module for Windows can be imported on
+any system with stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ DATA = b"abc\r\n\x1adef\n" * 1000
 
 @pytest.fixture(params=["the system's", "by seeking"])
 def at(request: pytest.FixtureRequest) -> Any:
-    """What reads and writes at an offset."""
+    """Return the module that reads and writes at an offset."""
     return calls if request.param == "the system's" else seeking
 
 
 def test_bytes_at_an_offset(at: Any, tmp_path: Path) -> None:
-    """No byte is translated, no line end and no Ctrl-Z; nothing is read behind the end."""
+    """Line ends and Ctrl-Z are read and written without translation. Nothing is read after the end of the file."""
     fd = calls.create(tmp_path / "a", 0o600)
     assert at.pwrite(fd, DATA, 7) == len(DATA)
     assert at.pwrite(fd, memoryview(b"1234567"), 0) == 7
@@ -41,7 +43,7 @@ def test_bytes_at_an_offset(at: Any, tmp_path: Path) -> None:
 
 
 def test_threads_that_read_one_file_by_seeking(tmp_path: Path) -> None:
-    """Each gets the bytes at its own offset."""
+    """Each thread gets the bytes at its own offset."""
     (tmp_path / "a").write_bytes(bytes(range(256)) * 64)
     fd = calls.open_to_read(tmp_path / "a")
     wrong: list[int] = []
@@ -58,8 +60,10 @@ def test_threads_that_read_one_file_by_seeking(tmp_path: Path) -> None:
     assert wrong == []
 
 
-def test_a_new_file_takes_no_name(tmp_path: Path) -> None:
-    """Neither when it is made nor when it is published; an open file may be renamed."""
+def test_a_new_file_replaces_nothing(tmp_path: Path) -> None:
+    """A new file replaces no other file, neither when it is created nor when it is published. An open file may be
+    renamed.
+    """
     fd = calls.create(tmp_path / "a", 0o600)
     with pytest.raises(FileExistsError):
         calls.create(tmp_path / "a", 0o600)
@@ -75,8 +79,8 @@ def test_a_new_file_takes_no_name(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_a_file_that_is_read_can_be_replaced_and_deleted(tmp_path: Path) -> None:
-    """By others, while it is open; what is open has the old bytes."""
+def test_an_open_file_can_be_renamed_and_deleted(tmp_path: Path) -> None:
+    """An open file can be renamed and deleted. Its descriptor still reads the old bytes."""
     (tmp_path / "a").write_bytes(b"old")
     fd = calls.open_to_read(tmp_path / "a")
     os.rename(tmp_path / "a", tmp_path / "b")
@@ -86,7 +90,7 @@ def test_a_file_that_is_read_can_be_replaced_and_deleted(tmp_path: Path) -> None
 
 
 def test_folders(tmp_path: Path) -> None:
-    """An empty one gives way to a new one, and one with files does not."""
+    """A folder can replace an empty folder, but not one with files."""
     for name in ("new", "empty", "full"):
         (tmp_path / name).mkdir()
     (tmp_path / "full" / "a").write_bytes(b"")
@@ -101,7 +105,7 @@ def test_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "symlink") or sys.platform == "win32", reason="links need a right on Windows")
-def test_a_link_is_followed_only_where_it_may_be(tmp_path: Path) -> None:
+def test_a_link_is_followed_only_if_allowed(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
     (tmp_path / "link").symlink_to("a")
     os.close(calls.open_to_read(tmp_path / "link"))
@@ -118,7 +122,7 @@ def test_space_and_limits(tmp_path: Path) -> None:
 
 
 class _Library:
-    """A C library with the one call of macOS, which takes what was given down."""
+    """A C library with the one call of macOS, which records its arguments."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Any, ...]] = []
@@ -129,7 +133,7 @@ class _Library:
 
 
 def test_renames_of_macos(monkeypatch: pytest.MonkeyPatch) -> None:
-    """sys/stdio.h: RENAME_SWAP is 2 and RENAME_EXCL is 4; what is only in Linux is not called."""
+    """In sys/stdio.h, RENAME_SWAP is 2 and RENAME_EXCL is 4. Calls that only Linux has are not made."""
     library = _Library()
     monkeypatch.setattr(filesystem, "_libc", library)
     assert filesystem.rename_if_absent("a", "b") and filesystem.exchange("c", "d")
@@ -141,7 +145,7 @@ def test_renames_of_macos(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fcntl")
 @pytest.mark.parametrize("has", [True, False])
 def test_macos_flushes_the_disk_too(has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By F_FULLFSYNC; a filesystem without it gets fsync."""
+    """On macOS, F_FULLFSYNC flushes the disk, too. A filesystem without it gets fsync."""
     import fcntl
 
     done: list[Any] = []
@@ -165,7 +169,7 @@ def test_macos_flushes_the_disk_too(has: bool, tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture
 def windows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module for Windows. Elsewhere its system calls cannot be called."""
+    """Return the module for Windows. On other systems, its system calls cannot be called."""
     if sys.platform != "win32":
         monkeypatch.setattr(sys, "platform", "win32")
         for name in ("_winapi", "msvcrt"):
@@ -196,7 +200,9 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ],
 )
 def test_words_of_windows(word: str, typed: str, windows: ModuleType) -> None:
-    """What cmd and PowerShell read alike is in double quotes; the rest is PowerShell's, and cmd runs none of it."""
+    """A word that cmd and PowerShell read in the same way is in double quotes. Other words have the syntax of
+    PowerShell, and cmd runs no part of them.
+    """
     assert windows.quoted(word) == typed
     line = windows.command_line(["ckptconv", "inspect", word])
     assert line.endswith(f"ckptconv inspect {typed}")
@@ -209,7 +215,9 @@ def test_ascii_words_of_windows(windows: ModuleType) -> None:
 
 
 def test_identity_of_files_of_windows(windows: ModuleType) -> None:
-    """The number of the file and of the disk; a disk without a number is any disk."""
+    """Files are the same if their file numbers and their disk numbers are equal. A disk without a number equals any
+    disk.
+    """
 
     def status(inode: int, device: int) -> os.stat_result:
         return os.stat_result((0, inode, device, *[0] * 7))
@@ -222,7 +230,9 @@ def test_identity_of_files_of_windows(windows: ModuleType) -> None:
 @pytest.mark.skipif(sys.platform != "win32", reason="the C library of Windows")
 @pytest.mark.parametrize("word", ["a b", "it's", "C:\\my models\\", "a&b", "é ü", "*", "-x=1", ""])
 def test_words_as_a_program_gets_them(word: str, windows: ModuleType) -> None:
-    """A trailing backslash becomes a slash, which leads to the same folder."""
+    """A program gets the word that was quoted. A backslash at its end becomes a slash, which leads to the same
+    folder.
+    """
     program = f'"{sys.executable}" -c "import sys; print(ascii(sys.argv[1]))" {windows.quoted(word)}'
     done = subprocess.run(program, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.stdout.strip() == ascii(word.replace("models\\", "models/"))
@@ -230,7 +240,7 @@ def test_words_as_a_program_gets_them(word: str, windows: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ("SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)])
 def test_the_main_thread_can_be_ended(name: str) -> None:
-    """Its handler of SIGTERM runs."""
+    """``end_main_thread`` runs the handler of SIGTERM."""
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:

@@ -1,4 +1,4 @@
-"""Names that files give to other files: none leads out of the folder, whatever the system."""
+"""Names of files that are stored in other files: none leads out of the folder, on any system."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ HERE = [
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_leads_elsewhere(name: str) -> None:
-    """Refused by itself, and as the name of a folder or of a file in one."""
+    """A name that leads out of the folder on some system is refused, also as the name of a folder and of a file in a
+    folder.
+    """
     assert not any(stays_inside(each, folders=True) for each in (name, f"{name}/x", f"x/{name}", f"/{name}"))
 
 
 @pytest.mark.parametrize("name", HERE)
 def test_what_stays(name: str) -> None:
-    """Ordinary names stay below the folder, as both systems join paths; through folders only where they may."""
+    """Ordinary names stay in the folder, as POSIX and Windows join paths. Names with folders are accepted only with
+    `folders`.
+    """
     assert stays_inside(name) and stays_inside(f"a/{name}", folders=True) and not stays_inside(f"a/{name}")
     for system in (posixpath, ntpath):
         folder = system.normpath(system.join("root", "folder"))

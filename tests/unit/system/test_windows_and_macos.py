@@ -1,4 +1,4 @@
-"""What only real machines show: open files, Ctrl-Break, scanners and filesystems of Windows and macOS."""
+"""Behavior that only real machines show: open files, Ctrl-Break, scanners and filesystems of Windows and macOS."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(*words: str | Path, status: int = 0) -> str:
 
 @pytest.fixture
 def converted(tmp_path: Path) -> bytes:
-    """The bytes of the fixture for the CPU."""
+    """Return the bytes of the fixture, converted for the CPU."""
     run("convert", FIXTURE, tmp_path / "expected.pt", "--to", "cpu")
     return (tmp_path / "expected.pt").read_bytes()
 
@@ -51,7 +51,9 @@ def converted(tmp_path: Path) -> bytes:
 @on_windows
 @pytest.mark.parametrize("opened", ["open(sys.argv[1])", "calls.open_to_read(sys.argv[1])"])
 def test_a_target_that_another_program_has_open(opened: str, tmp_path: Path, converted: bytes) -> None:
-    """It is replaced or refused as a whole, and once the other program has closed it, it is replaced."""
+    """A target that another program has open is replaced completely or not at all. After the other program has closed
+    it, it is replaced.
+    """
     target = tmp_path / "out.pt"
     target.write_bytes(b"old")
     program = f"""
@@ -91,8 +93,8 @@ def test_ctrl_break(tmp_path: Path) -> None:
 
 
 @on_windows
-def test_many_new_files_beside_a_scanner(tmp_path: Path, converted: bytes) -> None:
-    """A scanner of viruses opens each new file. No file fails because of that."""
+def test_many_new_files_next_to_a_scanner(tmp_path: Path, converted: bytes) -> None:
+    """A virus scanner opens each new file. No output fails because of that."""
     (tmp_path / "in").mkdir()
     for i in range(100):
         (tmp_path / "in" / f"{i}.pt").write_bytes(FIXTURE.read_bytes())
@@ -110,7 +112,7 @@ def diskpart(*lines: str) -> None:
 
 @pytest.fixture
 def volume(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """The root of a new, empty volume with the filesystem that the test names."""
+    """Yield the root of a new, empty volume with the filesystem that the test names."""
     image, root = tmp_path / "image", tmp_path / "volume"
     root.mkdir()
     if sys.platform == "win32":
@@ -136,7 +138,7 @@ def hdiutil(*words: str) -> None:
 def check_volume(volume: Path, converted: bytes, names: Sequence[str]) -> None:
     """Write, replace and refuse files and folders on `volume`, which may ignore the case of letters.
 
-    `names` are the hidden names that the system itself puts there.
+    `names` are the hidden names that the system itself creates there.
     """
     run("convert", FIXTURE, volume / "out.pt", "--to", "cpu")
     assert "the output exists" in run("convert", FIXTURE, volume / "out.pt", "--to", "cpu", status=1)
@@ -164,7 +166,7 @@ def check_case(volume: Path, tmp_path: Path, converted: bytes) -> None:
 
 
 def test_the_filesystem_of_temporary_files(tmp_path: Path, converted: bytes) -> None:
-    """It passes the checks that are made on each volume."""
+    """The filesystem of temporary files passes the checks for volumes."""
     (tmp_path / "volume").mkdir()
     check_volume(tmp_path / "volume", converted, [])
     check_case(tmp_path / "volume", tmp_path, converted)

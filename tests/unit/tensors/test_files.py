@@ -1,5 +1,5 @@
-"""Files from Python: ``load`` gives what torch's safe loader gives, ``open`` single tensors, ``save`` what
-``torch.save`` would have written.
+"""Files from Python: ``load`` gives the objects of torch's safe loader, ``open`` gives single tensors, and ``save``
+writes what ``torch.save`` would write.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from tests.support.archives import flip_bit, records_of, rezip
 from tests.support.conversions import Error
 from tests.support.judge import assert_same, assert_same_files, tags_of
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
-# deprecated, once for each process.
+# torch warns once in each process that nested, quantized, compressed sparse and complex32 tensors are experimental or
+# deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo")
 
 
 def outcome(load: Callable[[], Any]) -> Any:
-    """What `load` gives, or the exception."""
+    """Return the result of `load`, or its exception."""
     try:
         return load()
     except Exception as error:
@@ -59,7 +59,7 @@ def outcome(load: Callable[[], Any]) -> Any:
 
 
 def unloadable(path: Path, kind: type[Error], words: str | None, location: Any = None) -> Error:
-    """The error, a `kind` that says `words`, in which loading `path` ends."""
+    """Assert that loading `path` fails with an error of this `kind` that matches `words`. Return the error."""
     with pytest.raises(kind, match=words) as caught:
         ckptconv.load(path, location)
     return caught.value
@@ -67,18 +67,18 @@ def unloadable(path: Path, kind: type[Error], words: str | None, location: Any =
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The path of a file."""
+    """Return the path of a file."""
     return tmp_path / "a.pt"
 
 
 def loadable() -> Any:
-    """Model, optimizer and numbers, which torch's safe loader takes."""
+    """Return a model, an optimizer and numbers, which torch's safe loader accepts."""
     return {key: value for key, value in zoo.training().items() if key not in ("args", "rng")}
 
 
 @pytest.fixture
 def training(fixtures: Path) -> Path:
-    """A checkpoint of model, EMA, optimizer and generator states, all on GPUs."""
+    """Return the path of a checkpoint with a model, its EMA, an optimizer and generator states, all on GPUs."""
     return fixtures / "training.pt"
 
 
@@ -86,9 +86,9 @@ def training(fixtures: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
-def test_load_gives_what_torchs_safe_loader_gives(name: str, path: Path) -> None:
-    """Everything that people save: the same object where torch's safe loader takes the
-    file, our own error where it does not.
+def test_load_gives_the_objects_of_torchs_safe_loader(name: str, path: Path) -> None:
+    """Every object of the zoo is loaded as by torch's safe loader. If torch refuses the file, our own error is
+    raised.
     """
     zoo.save(zoo.ZOO[name](), path, pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
     wanted = outcome(lambda: torch.load(path, map_location="cpu", weights_only=True))
@@ -100,8 +100,8 @@ def test_load_gives_what_torchs_safe_loader_gives(name: str, path: Path) -> None
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_load_takes_what_is_refused_for_its_protocol_alone(protocol: int, path: Path) -> None:
-    """A pickle of protocol 4, which torch's safe loader refuses, loads."""
+def test_load_accepts_each_protocol(protocol: int, path: Path) -> None:
+    """Pickles of each protocol are loaded. torch's safe loader refuses protocol 4."""
     torch.save(loadable(), path, pickle_protocol=protocol)
     assert_same(torch.load(path, weights_only=False), ckptconv.load(path))
 
@@ -119,7 +119,7 @@ LOCATIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", LOCATIONS)
 def test_every_kind_of_map_location_that_torch_takes(kind: str, tmp_path: Path) -> None:
-    """A device, a torch.device, meta, a mapping, a function of storage and tag: what torch makes of it."""
+    """A device, a torch.device, meta, a mapping, and a function of storage and tag give the same object as in torch."""
     for name in ("state_dict", "views", "quantized", "sparse", "conj_neg", "subclass"):
         path = tmp_path / f"{name}.pt"
         zoo.save(zoo.ZOO[name](), path)
@@ -136,15 +136,17 @@ def test_every_kind_of_map_location_that_torch_takes(kind: str, tmp_path: Path) 
     [{"any": "cpu"}, {"gpu": "cpu"}, {"cuda": "cpu", "mps": "cpu", "xpu": "cpu"}, lambda tag: "cpu", "any=cpu", "auto"],
 )
 def test_every_kind_of_map_location_that_convert_takes(location: Any, path: Path) -> None:
-    """Families, ``any``, a rule as text, a function of the tag, and ``auto`` on a machine without a GPU."""
+    """Families, ``any``, a rule as text, a function of the tag, and ``auto`` on a machine without a GPU are accepted,
+    as in ``convert``.
+    """
     if location == "auto" and torch.accelerator.is_available():
         pytest.skip("there is a GPU")
     zoo.save(loadable(), path)
     assert_same(torch.load(path, map_location="cpu", weights_only=True), ckptconv.load(path, location))
 
 
-def test_a_mapping_reaches_the_device_of_a_wrapper(path: Path) -> None:
-    """The device that a wrapper subclass says for itself is mapped as tags are."""
+def test_a_function_gets_the_location_tag(path: Path) -> None:
+    """A function of one argument is called with the location tag."""
     seen: list[str] = []
     zoo.save([torch.ones(2)], path, tags=["xpu:1"])
 
@@ -157,8 +159,8 @@ def test_a_mapping_reaches_the_device_of_a_wrapper(path: Path) -> None:
 
 
 @pytest.mark.parametrize("function", [lambda: "cpu", lambda a, b, c: "cpu"])
-def test_a_function_of_another_shape_is_a_type_error(function: Any, training: Path) -> None:
-    """Neither torch's kind of function nor ours."""
+def test_a_function_with_other_arguments_is_a_type_error(function: Any, training: Path) -> None:
+    """A function that takes neither the tag, nor the storage and the tag, is a TypeError."""
     with pytest.raises(TypeError, match="map_location must be a function"):
         ckptconv.load(training, function)
 
@@ -166,23 +168,25 @@ def test_a_function_of_another_shape_is_a_type_error(function: Any, training: Pa
 @pytest.mark.parametrize(
     "location", [None, "cuda:7", "gpu:99", {"cuda:0": "cuda:99"}, lambda tag: "cuda:98", "any=cuda:97", "hpu"]
 )
-def test_devices_that_are_not_here_are_named_before_torch_is_asked(
+def test_unavailable_devices_are_reported_before_the_load(
     location: Any, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeviceUnavailable says which, and which argument helps; nothing was loaded."""
+    """DeviceUnavailable contains the missing device and the argument that helps. It is raised before torch loads
+    anything.
+    """
     zoo.save(zoo.state_dict(), path, tags=["cuda:0", "cuda:111"])
     monkeypatch.setattr(torch, "load", None)
     unloadable(path, DeviceUnavailable, r"(cuda:(7|9[789]|111)|hpu).*map_location='cpu'", location)
 
 
 @pytest.mark.parametrize("location", ["cuda:300", "cpu:x", "xla:0", "", {"cuda:0": "meta"}])
-def test_what_is_no_device_is_a_usage_error(location: Any, training: Path) -> None:
-    """torch would take ``cuda:300`` for ``cuda:44``."""
+def test_invalid_devices_are_usage_errors(location: Any, training: Path) -> None:
+    """An invalid device is a UsageError. torch would take ``cuda:300`` for ``cuda:44``."""
     unloadable(training, UsageError, None, location)
 
 
 def test_parts_load(training: Path, fixtures: Path) -> None:
-    """The state dict, a path, and names without their prefix."""
+    """The object at a path, and the state dict without the prefix of its names, can be loaded separately."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         whole = torch.load(training, map_location="cpu", weights_only=True)
     assert_same(whole["optimizer"], ckptconv.load(training, "cpu", select="optimizer"))
@@ -200,8 +204,8 @@ class Config:
         self.lr = 0.1
 
 
-def test_of_a_file_with_unknown_classes_the_rest_loads(path: Path) -> None:
-    """The error names the class and what to ask for; that loads."""
+def test_parts_without_unknown_classes_load(path: Path) -> None:
+    """If a file contains an unknown class, the error names the class and the argument that loads a part without it."""
     model = nn.Linear(2, 3).state_dict()
     torch.save({"config": Config(), "state_dict": model, "best": [torch.ones(3)]}, path)
     unloadable(path, UnsupportedError, r"Config.*at config.*state_dict=True")
@@ -218,8 +222,10 @@ def test_of_a_file_with_unknown_classes_the_rest_loads(path: Path) -> None:
         assert [file.load(each).shape for each in file.tensors] == [(1,), (1,)]
 
 
-def test_of_a_whole_model_the_state_dict_loads(path: Path) -> None:
-    """The error says how, where there are two as well, and single tensors load by their paths."""
+def test_the_state_dict_of_a_pickled_model_loads(path: Path) -> None:
+    """The error for a pickled model tells how to load its state dict, also if there are two models. Single tensors load
+    by their paths.
+    """
     net, other = nn.Sequential(nn.Linear(2, 1)), nn.Linear(2, 2)
     torch.save(net, path)
     unloadable(path, UnsupportedError, "; state_dict=True loads a part without it")
@@ -234,8 +240,8 @@ def test_of_a_whole_model_the_state_dict_loads(path: Path) -> None:
 
 
 def test_classes_that_the_program_trusts_load(path: Path) -> None:
-    """What torch was told of by ``safe_globals`` loads, whatever Python 2 called it; what it was not told of is our
-    error.
+    """Classes that ``safe_globals`` allows are loaded, also under their names in Python 2. Other classes lead to our
+    own error.
     """
     torch.save({"config": Config()}, path)
     with torch.serialization.safe_globals([Config]):
@@ -250,7 +256,9 @@ def test_classes_that_the_program_trusts_load(path: Path) -> None:
 
 
 def test_safetensors_files_load(tmp_path: Path) -> None:
-    """A dict of tensors, equal to the library's; ties that the metadata records are ties."""
+    """A safetensors file is a dict of tensors, which equal those of the library. Ties that the metadata records are
+    restored.
+    """
     head = torch.arange(6.0).view(2, 3)
     ckptconv.save({"embed": head, "head": head, "b": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "a.safetensors")
     found = ckptconv.load(tmp_path / "a.safetensors")
@@ -261,14 +269,16 @@ def test_safetensors_files_load(tmp_path: Path) -> None:
 
 @pytest.fixture
 def endianness() -> Iterator[Callable[[Any], None]]:
-    """Tells torch how to read files that do not say their byte order; afterwards it is told nothing again."""
+    """Yield torch's function that sets the byte order of files that do not record one. Reset it afterwards."""
     yield torch.serialization.set_default_load_endianness
     torch.serialization.set_default_load_endianness(None)
 
 
 @pytest.mark.parametrize("order", [None, *torch.serialization.LoadEndianness])
-def test_the_byte_order_that_a_file_does_not_say(path: Path, endianness: Callable[[Any], None], order: Any) -> None:
-    """It is what torch is told, in a part and in single tensors too; what a file says counts more."""
+def test_files_without_a_byte_order(path: Path, endianness: Callable[[Any], None], order: Any) -> None:
+    """If a file does not record its byte order, the setting of torch is used, also for a part and for single tensors. A
+    recorded byte order takes precedence.
+    """
     torch.save({"model": {"w": torch.arange(3.0)}}, path)
     endianness(order)
     for said in (b"little", b"big", None):
@@ -281,7 +291,7 @@ def test_the_byte_order_that_a_file_does_not_say(path: Path, endianness: Callabl
 
 
 def test_deflated_files_load(path: Path) -> None:
-    """Storages and pickle that somebody's zip program has compressed; a damaged one is our error."""
+    """Files whose storages and pickle were compressed by a zip program are loaded."""
     state = {"a": torch.randn(100_000), "b": torch.zeros(1000, 1000), "c": torch.arange(5)}
     torch.save(state, path)
     rezip(path, path, method=zipfile.ZIP_DEFLATED)
@@ -291,7 +301,7 @@ def test_deflated_files_load(path: Path) -> None:
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(fixtures: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read of two files is handed to nobody."""
+    """If a file changes during a load, an error is raised, because the object could contain bytes of two versions."""
     fixture = fixtures / "two_gpus.pt"
     path.write_bytes(fixture.read_bytes())
     load = loading.load_checkpoint
@@ -309,14 +319,14 @@ def test_a_file_that_changes_meanwhile_is_an_error(fixtures: Path, path: Path, m
 
 
 def with_pickle(path: Path, obj: Any, change: Callable[[bytes], bytes]) -> None:
-    """Write `obj` to `path`, with another pickle."""
+    """Save `obj` to `path`, with its pickle changed by `change`."""
     torch.save(obj, path)
     rezip(path, path, {"data.pkl": change(records_of(path)["data.pkl"])})
 
 
-def test_why_reading_failed_is_not_forgotten(path: Path) -> None:
-    """torch says only that it could not read: of a file that became shorter, and of a
-    damaged deflate stream, the error is ours.
+def test_errors_of_reading_are_kept(path: Path) -> None:
+    """torch only reports that it could not read. If a file became shorter, or a deflate stream is damaged, our own
+    error is raised.
     """
     torch.save({str(i): torch.ones(1000) for i in range(100)}, path)
     with ckptconv.open(path) as file:
@@ -337,9 +347,9 @@ def test_why_reading_failed_is_not_forgotten(path: Path) -> None:
         (b"}]K\x01s", UnsupportedError, "refuses it .*cannot hash"),
     ],
 )
-def test_what_torch_cannot_make_is_our_error(word: bytes, error: type[Error], said: str, path: Path) -> None:
-    """A device of no name, a number that is none, a list as a key: not torch's or Python's own exceptions, of which
-    there are a dozen kinds.
+def test_objects_that_torch_cannot_create(word: bytes, error: type[Error], said: str, path: Path) -> None:
+    """A device with an unknown name, an invalid number, and a list as a key lead to our own errors. torch and Python
+    would raise a dozen kinds of exceptions.
     """
     with_pickle(path, [torch.ones(2)], lambda pickle: pickle[:2] + b"(" + word + pickle[2:-1] + b"t.")
     unloadable(path, error, said)
@@ -348,17 +358,17 @@ def test_what_torch_cannot_make_is_our_error(word: bytes, error: type[Error], sa
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("can't allocate memory")]
 )
-def test_too_little_memory_is_not_the_files_fault(
-    fixtures: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    """What torch raises then comes out as it is, for whoever catches it to try again with less."""
+def test_errors_of_memory_are_kept(fixtures: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Errors of torch and Python about insufficient memory are not changed, so that a caller can catch them and try
+    again with less.
+    """
     monkeypatch.setattr(torch, "load", mock.Mock(side_effect=error))
     with pytest.raises(type(error)):
         ckptconv.load(fixtures / "cpu.pt")
 
 
-def test_the_functions_own_exception_is_its_own(training: Path, fixtures: Path) -> None:
-    """What a map_location of the user's raises comes out as it is."""
+def test_exceptions_of_a_function_are_kept(training: Path, fixtures: Path) -> None:
+    """An exception of a ``map_location`` function of the user is not changed."""
 
     def fail(storage: Any, tag: str) -> Any:
         raise ZeroDivisionError(tag)
@@ -369,15 +379,17 @@ def test_the_functions_own_exception_is_its_own(training: Path, fixtures: Path) 
 
 @pytest.mark.skipif(torch_facts.version() < (2, 7), reason="torch 2.6 has no settings")
 def test_torchs_settings_do_not_matter(fixtures: Path) -> None:
-    """Mapping files into memory is for paths; a stream is read."""
+    """torch can map files into memory only by their paths. With this setting, ``load`` works, although it gives torch a
+    stream.
+    """
     from torch.utils.serialization import config
 
     with config.patch({"load.mmap": True}):
         assert ckptconv.load(fixtures / "cpu.pt")
 
 
-def test_tags_and_dtypes_that_torch_has_not(path: Path, tmp_path: Path) -> None:
-    """``cpu:0`` is no tag; F6_E2M3 is no dtype of torch's; a path may be bytes."""
+def test_tags_and_dtypes_that_torch_does_not_have(path: Path, tmp_path: Path) -> None:
+    """The tag ``cpu:0`` and the dtype F6_E2M3 are refused, because torch does not have them. A path may be bytes."""
     zoo.save([torch.ones(2)], path, tags=["cpu:0"])
     unloadable(path, DeviceUnavailable, "cpu:0")
     assert ckptconv.load(os.fsencode(path), "cpu")[0].tolist() == [1, 1]  # type: ignore[arg-type]
@@ -389,7 +401,7 @@ def test_tags_and_dtypes_that_torch_has_not(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.cuda
 def test_auto_is_the_gpu(training: Path) -> None:
-    """Where there is one."""
+    """``auto`` is the GPU if there is one."""
     tensors = ckptconv.load(training, "auto", state_dict=True).values()
     assert {tensor.device.type for tensor in tensors} == {"cuda"}
 
@@ -398,7 +410,7 @@ def test_auto_is_the_gpu(training: Path) -> None:
 
 
 def at_path(value: Any, path: str) -> Any:
-    """The tensor that stands at `path`, made of string keys and indices alone; None elsewhere."""
+    """Return the tensor at `path`, which may contain only string keys and indices. Otherwise return None."""
     for segment in parse_path(path):
         key: Any = (
             re.sub(r"\\(.)", r"\1", segment[1:])
@@ -417,9 +429,9 @@ def at_path(value: Any, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
-def test_single_tensors_are_those_of_the_whole(name: str, path: Path) -> None:
-    """Each tensor of each object of the zoo, loaded alone and twice, is what it is in the
-    whole: kind, layout, values, Parameter.
+def test_single_tensors_equal_those_of_the_complete_object(name: str, path: Path) -> None:
+    """For each object of the zoo, a tensor that is loaded by its path equals the tensor in the complete object. This is
+    also true for a second load.
     """
     zoo.save(zoo.ZOO[name](), path, pickle_protocol=zoo.NEEDS_PROTOCOL.get(name, 2))
     whole = torch.load(path, map_location="cpu", weights_only=False)
@@ -431,7 +443,7 @@ def test_single_tensors_are_those_of_the_whole(name: str, path: Path) -> None:
                 continue
             try:
                 found = file.load(at)
-            except UnsupportedError:  # of a class of its own, or nested, which torch takes before 2.15
+            except UnsupportedError:  # its own class, or nested, which torch accepts before 2.15
                 is_plain = type(wanted) in (torch.Tensor, nn.Parameter) and not wanted.__dict__
                 assert not is_plain or (info.kind == "nested" and torch_facts.version() >= (2, 15))
                 continue
@@ -448,9 +460,9 @@ def test_single_tensors_are_those_of_the_whole(name: str, path: Path) -> None:
     assert compared >= len(tensors)
 
 
-def test_a_tensor_that_was_made_out_of_turn(path: Path) -> None:
-    """One whose attribute stood in an earlier tensor first, and one beside a call that the
-    pickle throws away: neither is in the way.
+def test_tensors_next_to_shared_attributes_and_discarded_calls(path: Path) -> None:
+    """A single tensor loads if its attribute occurs first in an earlier tensor, and if the pickle discards the result
+    of a call.
     """
     first, second = torch.ones(2), torch.zeros(3)
     first.info = second.info = {"k": OrderedDict(a=1)}  # type: ignore[attr-defined]
@@ -464,8 +476,8 @@ def test_a_tensor_that_was_made_out_of_turn(path: Path) -> None:
         assert torch.equal(file.load("[0]"), first)
 
 
-def test_only_the_tensor_asked_for_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file of 40 MB, a tensor of 40 KB costs about that."""
+def test_only_the_requested_tensor_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load of a 40 kB tensor from a file of 40 MB reads less than 50 kB."""
     torch.save({f"w{i}": torch.full((10_000,), float(i)) for i in range(1000)}, path)
     with ckptconv.open(path) as file:
         read: list[int] = []
@@ -477,8 +489,10 @@ def test_only_the_tensor_asked_for_is_read(path: Path, monkeypatch: pytest.Monke
         assert 40_000 <= sum(read) < 50_000
 
 
-def test_what_an_open_file_says(training: Path, tmp_path: Path) -> None:
-    """Path, container, tensors with their facts, the metadata of a safetensors file; nothing of it can be changed."""
+def test_attributes_of_an_open_file(training: Path, tmp_path: Path) -> None:
+    """An open file has its path, its format, its tensors with their facts, and the metadata of safetensors. The mapping
+    of tensors cannot be changed.
+    """
     with ckptconv.open(training) as file:
         assert (file.path, file.format, dict(file.metadata)) == (training, "torch zip", {})
         summary = ckptconv.inspect(training)
@@ -497,8 +511,8 @@ def test_what_an_open_file_says(training: Path, tmp_path: Path) -> None:
 
 
 def test_errors_of_an_open_file(training: Path, tmp_path: Path) -> None:
-    """A path that is nearly right is answered with the right one; after closing there is nothing to
-    load; no file stays open after an error.
+    """If a path is almost right, the error contains the right one. A closed file cannot load tensors. No file stays
+    open after an error.
     """
     with ckptconv.open(training) as file:
         assert repr(file) == f"<CheckpointFile {str(training)!r}: torch zip, 37 tensors>"
@@ -520,7 +534,7 @@ def test_errors_of_an_open_file(training: Path, tmp_path: Path) -> None:
 
 
 def test_threads_load_from_one_file(path: Path) -> None:
-    """Tensors read at the same time are those that were asked for."""
+    """Threads that load tensors at the same time get the tensors that they ask for."""
     torch.save({f"w{i}": torch.full((1000,), float(i)) for i in range(64)}, path)
     with ckptconv.open(path) as file, ThreadPoolExecutor(4) as threads:
         for i, found in enumerate(threads.map(lambda i: file.load(f"w{i}"), range(64))):
@@ -531,8 +545,10 @@ def test_threads_load_from_one_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
-def test_what_is_saved_is_what_torch_saves(name: str, tmp_path: Path) -> None:
-    """Everything that people save: ``torch.load`` gives the same object from both files, tags too."""
+def test_save_and_torch_save_write_the_same_objects(name: str, tmp_path: Path) -> None:
+    """For every object of the zoo, ``torch.load`` gives the same object with the same tags from the files of ``save``
+    and of ``torch.save``.
+    """
     made = zoo.ZOO[name]()
     with zoo.tagging():
         wanted = outcome(lambda: torch.save(made, tmp_path / "torch.pt"))
@@ -556,7 +572,9 @@ def test_what_is_saved_is_what_torch_saves(name: str, tmp_path: Path) -> None:
     ids=["devices", "names", "a part", "a state dict"],
 )
 def test_the_edits_of_convert(tmp_path: Path, edits: dict[str, Any]) -> None:
-    """Saved with keywords, or saved by torch and converted with them: the same object, and the same report."""
+    """An object saved with edits, and an object saved by torch and converted with these edits, are the same, and so are
+    the changes in their reports.
+    """
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     obj = {"model": nn.DataParallel(model).state_dict(), "rng": torch.get_rng_state(), "epoch": 3}
     torch.save(obj, tmp_path / "torch.pt")
@@ -568,7 +586,9 @@ def test_the_edits_of_convert(tmp_path: Path, edits: dict[str, Any]) -> None:
 
 
 def test_safetensors_by_the_suffix(tmp_path: Path) -> None:
-    """The state dict of what is saved, views written out, as the library reads it."""
+    """With the suffix of safetensors, the state dict is saved. Views become complete tensors, as the library reads
+    them.
+    """
     weight = torch.arange(12.0).view(3, 4)
     report = ckptconv.save({"net": {"a": weight.T, "b": weight[1:]}, "epoch": 1}, tmp_path / "a.safetensors")
     found = load_file(tmp_path / "a.safetensors")
@@ -578,7 +598,9 @@ def test_safetensors_by_the_suffix(tmp_path: Path) -> None:
 
 
 def test_large_storages_and_long_texts(tmp_path: Path) -> None:
-    """Several buffers of bytes, and a text that the graph leaves where it is."""
+    """A storage that takes several buffers, and a text so long that the graph contains only its position, are saved
+    correctly.
+    """
     obj = {"w": torch.randn(5_000_000), "text": "long " * 50_000, "bytes": b"\x00\xff" * 60_000}
     ckptconv.save(obj, tmp_path / "a.pt", verify=True)
     assert_same(obj, torch.load(tmp_path / "a.pt", weights_only=False))
@@ -587,7 +609,9 @@ def test_large_storages_and_long_texts(tmp_path: Path) -> None:
 
 
 def test_one_storage_under_two_dtypes_is_refused(tmp_path: Path) -> None:
-    """torch's format has one dtype for each storage; torch itself refuses too."""
+    """A storage that is used with two dtypes is refused, as by torch. The format has only one dtype for each
+    storage.
+    """
     weight = torch.ones(4)
     for save in (torch.save, ckptconv.save):
         with pytest.raises((RuntimeError, RefusedError), match="view"):
@@ -595,9 +619,11 @@ def test_one_storage_under_two_dtypes_is_refused(tmp_path: Path) -> None:
     assert ckptconv.save({"a": torch.ones(4, dtype=torch.uint8), "b": torch.from_numpy(np.ones(3))}, tmp_path / "b.pt")
 
 
-def test_saving_replaces_whole_or_not_at_all(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old file is replaced, unless that was forbidden; an object that cannot be saved leaves it as it was, and so
-    does a fault while writing.
+def test_a_file_is_replaced_completely_or_not_at_all(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old file is replaced, unless ``force`` is false. An object that cannot be saved, and a fault during the write,
+    leave the old file unchanged.
     """
     ckptconv.save([1], path)
     ckptconv.save([2], path)
@@ -617,7 +643,7 @@ def test_saving_replaces_whole_or_not_at_all(path: Path, tmp_path: Path, monkeyp
 
 
 def test_objects_with_attributes_and_metadata(tmp_path: Path) -> None:
-    """``_metadata`` of a state dict is there and follows the names."""
+    """The ``_metadata`` of a state dict is saved, and follows the names."""
     state = nn.DataParallel(nn.BatchNorm1d(3)).state_dict()
     ckptconv.save(state, tmp_path / "a.pt", strip_prefix="module.")
     found = torch.load(tmp_path / "a.pt")
@@ -628,7 +654,7 @@ def test_objects_with_attributes_and_metadata(tmp_path: Path) -> None:
 
 @pytest.mark.cuda
 def test_tensors_on_the_gpu_are_saved(tmp_path: Path) -> None:
-    """Their bytes and tags are those that torch writes."""
+    """Tensors on a GPU are saved with the same values and tags as by torch."""
     state = {"a": torch.randn(3_000_000, device="cuda"), "b": torch.randn(5, 7, device="cuda").T, "c": torch.ones(3)}
     torch.save(state, tmp_path / "torch.pt")
     ckptconv.save(state, tmp_path / "ours.pt", verify=True)
@@ -638,8 +664,10 @@ def test_tensors_on_the_gpu_are_saved(tmp_path: Path) -> None:
     assert tags_of(tmp_path / "cpu.pt")[1] == ["cpu"] * 3
 
 
-def test_what_torchs_format_cannot_say_is_refused(tmp_path: Path) -> None:
-    """Dtypes that only meta tensors have; what has no state dict where one is wanted. Of a module it is taken."""
+def test_objects_that_the_format_cannot_contain(tmp_path: Path) -> None:
+    """Dtypes that only meta tensors have are refused, and so is an object without a state dict for safetensors. A
+    module is saved as its state dict.
+    """
     with pytest.raises(RefusedError, match="uint4"):
         ckptconv.save(torch.ones(2, dtype=torch.uint8).view(torch.uint4), tmp_path / "a.pt")
     with pytest.raises(RefusedError, match=r"state_dict\(\)"):
@@ -653,7 +681,7 @@ def test_what_torchs_format_cannot_say_is_refused(tmp_path: Path) -> None:
 
 
 class Interrupting(io.BytesIO):
-    """A file object whose reading is interrupted once, after `n` calls."""
+    """A file object that raises `error` once, in call `n` of its read methods."""
 
     def __init__(self, data: bytes, n: int, error: type[BaseException]) -> None:
         super().__init__(data)
@@ -674,7 +702,9 @@ class Interrupting(io.BytesIO):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_from_a_file_object(error: type[BaseException]) -> None:
-    """It comes through whatever is being read; torch's reader forgets what its file raises."""
+    """An interrupt during any read of a file object is raised by ``load``, although torch's reader drops the exceptions
+    of its file.
+    """
     saved = io.BytesIO()
     torch.save({"a": torch.ones(1000), "b": torch.zeros(1000)}, saved)
     n = 0
@@ -692,12 +722,12 @@ def test_an_interrupt_from_a_file_object(error: type[BaseException]) -> None:
 
 @pytest.mark.untraced  # an exception in coverage's own lock would leave it locked
 def test_interrupts_at_any_moment(tmp_path: Path) -> None:
-    """A signal handler's exception is never lost, and the file never called malformed: the load ends with it, unless
-    it was done before.
+    """The exception of a signal handler ends a load, unless the load has ended before. It is never lost, and the file
+    is never reported as malformed.
     """
     torch.save({f"w{i}": torch.ones(100_000) for i in range(200)}, tmp_path / "a.pt")
-    ckptconv.load(tmp_path / "a.pt")  # imports what it needs, in whose callbacks Python itself loses exceptions
-    gc.disable()  # an exception in a callback of the collector (hypothesis has one) is lost by Python too
+    ckptconv.load(tmp_path / "a.pt")  # import all modules first: Python loses exceptions in callbacks of imports
+    gc.disable()  # Python also loses an exception in a callback of the collector (hypothesis has one)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     moments = random.Random(0)
     interrupted = 0

@@ -1,6 +1,6 @@
-"""Moving what is in memory.
+"""Moving objects in memory.
 
-Devices are pretended where there is no GPU: their storages lie in main memory, and it is written down whose they are.
+Without GPUs, devices are pretended: their storages are in main memory, and their devices are recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support import zoo
 from tests.support.hostile_bytes import saved
 from tests.support.judge import assert_same
 
-# torch calls nested, quantized and compressed sparse tensors experimental or deprecated, once for each process.
+# torch warns once in each process that nested, quantized and compressed sparse tensors are experimental or deprecated.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo", "ignore:ComplexHalf"
 )
@@ -46,7 +46,7 @@ OF_SEVERAL = ("sparse", "quantized", "nested")
 
 
 class Pretended:
-    """GPUs and others that are not here: where each storage would be, and which storages were moved."""
+    """Devices that do not exist here: the device of each storage, and the moves of storages."""
 
     def __init__(self) -> None:
         self.tags: dict[Any, str] = {}
@@ -71,14 +71,14 @@ class Pretended:
         return new
 
     def put(self, tag: str, *tensors: torch.Tensor) -> None:
-        """Say that `tensors` are on `tag`."""
+        """Record that `tensors` are on `tag`."""
         for tensor in tensors:
             self.tags[moving._key(tensor.untyped_storage())] = tag
 
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
-    """Every device is here, and moving to it is a copy in main memory."""
+    """Pretend that every device is available. A move to it is a copy in main memory."""
     there = Pretended()
     monkeypatch.setattr(moving, "_tag", there.tag)
     monkeypatch.setattr(moving, "_storage_on", there.storage_on)
@@ -93,7 +93,7 @@ def saved_and_loaded(obj: Any) -> Any:
 
 
 def loss_of(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: torch.Tensor) -> torch.Tensor:
-    """The loss of `model` for `numbers`; the gradients are those of this alone."""
+    """Return the loss of `model` for `numbers`. The gradients are those of this loss only."""
     optimizer.zero_grad()
     loss: torch.Tensor = model(numbers).pow(2).sum()
     loss.backward()
@@ -101,7 +101,7 @@ def loss_of(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: torch.T
 
 
 def trained(optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, **options: Any) -> Any:
-    """A module after a step, and its optimizer."""
+    """Return a module after a step, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     made = optimizer(model.parameters(), **options)
@@ -113,11 +113,11 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-# What a move keeps
+# Content that a move keeps
 
 
 def built(name: str) -> Any:
-    """The zoo's `name`, the same one each time."""
+    """Return the object `name` of the zoo, with the same values in each call."""
     torch.manual_seed(0)
     with mock.patch.object(RemovableHandle, "next_id", 0):
         return zoo.ZOO[name]()
@@ -125,10 +125,11 @@ def built(name: str) -> Any:
 
 @pytest.mark.parametrize("name", sorted(set(zoo.ZOO) - set(OF_SEVERAL)))
 @pytest.mark.parametrize("wish", ["cuda:1", {"cpu": "xpu"}])
-def test_everything_comes_back_as_it_was(pretended: Pretended, name: str, wish: Any) -> None:
-    """Types, nesting, order, values bit for bit, layout, sharing, attributes.
+def test_a_moved_object_keeps_its_content(pretended: Pretended, name: str, wish: Any) -> None:
+    """An object keeps its types, nesting, order, values bit for bit, layout, sharing and attributes when it moves. The
+    original does not change.
 
-    All that can move has moved, and what was moved is as it was.
+    All tensors move, except for states of random generators.
     """
     obj, before = built(name), built(name)
     moved = remap(obj, wish)
@@ -140,16 +141,18 @@ def test_everything_comes_back_as_it_was(pretended: Pretended, name: str, wish: 
     )
 
 
-@pytest.mark.parametrize("name", sorted(set(zoo.ZOO) - {"quantized"}))  # half a byte of one is what was in memory
-def test_where_all_is_well_nothing_changes(name: str) -> None:
-    """Sent where everything is already, on devices that are not pretended."""
+@pytest.mark.parametrize("name", sorted(set(zoo.ZOO) - {"quantized"}))  # half a byte of one is uninitialized
+def test_a_move_to_the_same_device_changes_nothing(name: str) -> None:
+    """A move to the device on which everything is already changes nothing. The devices are not pretended here."""
     obj = built(name)
     assert_same(remap(obj, "cpu"), built(name))
 
 
 @pytest.mark.parametrize("name", OF_SEVERAL)
 def test_tensors_made_of_several(pretended: Pretended, name: str) -> None:
-    """Sparse, quantized and nested tensors move as torch moves them: class, layout and ``requires_grad`` are kept."""
+    """Sparse, quantized and nested tensors keep their class, layout, dtype, values and ``requires_grad`` when they
+    move.
+    """
     tensors = [tensor for tensor in moving._tensors(built(name)) if tensor.dtype != torch.quint4x2]
     tensors += [nn.Parameter(tensor.detach(), requires_grad=False) for tensor in tensors]
     for old, new in zip(tensors, remap(tensors, "cuda:0"), strict=True):
@@ -163,7 +166,7 @@ def test_tensors_made_of_several(pretended: Pretended, name: str) -> None:
 
 
 def test_a_storage_moves_once_and_views_stay_views(pretended: Pretended) -> None:
-    """Offsets, strides, dtypes and sharing are kept, across containers, modules, and bare storages."""
+    """Offsets, strides, dtypes and sharing of views are kept, also with a bare storage in the object."""
     whole = torch.arange(24.0)
     obj = {
         "whole": whole,
@@ -181,8 +184,10 @@ def test_a_storage_moves_once_and_views_stay_views(pretended: Pretended) -> None
     assert devices(new) == {"cuda:0": 96}
 
 
-def test_what_is_where_it_should_be_is_the_same_object() -> None:
-    """Tensors, bare storages, tuples and frozensets of them; lists and dicts are copied."""
+def test_objects_on_the_right_device_are_not_copied() -> None:
+    """Tensors, storages and tuples that are on the right device are returned as the same objects. Lists and dicts are
+    copied.
+    """
     tensor = torch.ones(2, requires_grad=True)
     inner = [tensor]
     obj = {
@@ -201,8 +206,8 @@ def test_what_is_where_it_should_be_is_the_same_object() -> None:
 
 
 def test_a_moved_tensor_is_a_leaf_with_its_gradient(pretended: Pretended) -> None:
-    """What torch would have loaded: class, ``requires_grad`` and attributes; and ``.grad``, the
-    same object as wherever else it is. No graph.
+    """A moved tensor is a leaf, with the same class, ``requires_grad`` and attributes. Its ``.grad`` moves too, and
+    stays the same object as elsewhere in the result.
     """
     parameter = nn.Parameter(torch.ones(3))
     parameter.sum().backward()
@@ -219,7 +224,7 @@ def test_a_moved_tensor_is_a_leaf_with_its_gradient(pretended: Pretended) -> Non
 
 
 def test_meta_tensors_stay() -> None:
-    """They have no data to move, whatever is asked for."""
+    """Meta tensors do not move, because they have no data. ``meta`` as a target is an error."""
     model = nn.Linear(2, 2, device="meta")
     assert remap([model, torch.ones(2, device="meta")], {"any": "cpu"})[0] is model
     assert devices(model) == {"meta": 24}
@@ -228,8 +233,8 @@ def test_meta_tensors_stay() -> None:
 
 
 def test_a_device_of_another_kind(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch cannot put the new data into the old tensor, the two are exchanged: the object stays the same one,
-    with class and gradient.
+    """If torch cannot put the new data into the old tensor, the two tensors are swapped. The parameter stays the same
+    object with its class, and its gradient moves too.
     """
     monkeypatch.setattr(
         moving, "_storage_on", lambda tag, storage: torch.UntypedStorage(storage.nbytes(), device="meta")
@@ -247,7 +252,7 @@ def test_a_device_of_another_kind(pretended: Pretended, monkeypatch: pytest.Monk
     assert parameter.is_meta and parameter.grad is not None and parameter.grad.is_meta
 
 
-# Where to
+# Targets
 
 
 def on(pretended: Pretended, *tags: str) -> list[torch.Tensor]:
@@ -278,9 +283,11 @@ def on(pretended: Pretended, *tags: str) -> list[torch.Tensor]:
         (None, ["cpu", "cuda:0", "cuda:1", "mps"]),
     ],
 )
-def test_what_goes_where(pretended: Pretended, monkeypatch: pytest.MonkeyPatch, wish: Any, expected: list[str]) -> None:
-    """The grammar of ``map_location``; a device without an index is the current one for all tensors, and keeps the
-    index in a rule. Each way for copies and in place.
+def test_targets_of_map_location(
+    pretended: Pretended, monkeypatch: pytest.MonkeyPatch, wish: Any, expected: list[str]
+) -> None:
+    """Each form of ``map_location`` gives the expected devices, for copies and in place. A device without an index is
+    the current one, but in a rule it keeps the index.
     """
     monkeypatch.setattr(moving, "automatic_device", lambda: "cuda")
     pretended.current = 3
@@ -291,8 +298,8 @@ def test_what_goes_where(pretended: Pretended, monkeypatch: pytest.MonkeyPatch, 
     assert [pretended.tag(tensor) for tensor in owned] == expected
 
 
-def test_a_function_is_asked_once_for_each_tag(pretended: Pretended) -> None:
-    """However many tensors there are."""
+def test_a_function_is_called_once_for_each_tag(pretended: Pretended) -> None:
+    """A function is called once for each tag, not for each tensor."""
     asked: list[str] = []
     remap(on(pretended, "cpu", "cuda:0", "cpu", "cuda:0"), lambda tag: asked.append(tag) or "cpu")
     assert asked == ["cpu", "cuda:0"]
@@ -305,19 +312,19 @@ def test_a_function_is_asked_once_for_each_tag(pretended: Pretended) -> None:
             (wish, UsageError)
             for wish in ("xla", "", "cuda:300", {"cuda:0": "disk"}, lambda tag: "disk", lambda tag: None)
         ),
-        # ``map_location`` with two arguments gets a storage in torch; here is none
+        # in torch, a ``map_location`` with two arguments gets a storage, which does not exist here
         (lambda storage, tag: storage, TypeError),
     ],
 )
-def test_what_is_no_device(wish: Any, error: type[Exception]) -> None:
-    """A usage error, before anything moves; of torch's kind of function, one of types."""
+def test_invalid_devices(wish: Any, error: type[Exception]) -> None:
+    """An invalid device is a UsageError. A function for torch, which takes two arguments, is a TypeError."""
     with pytest.raises(error, match="one argument" if error is TypeError else None):
         remap([torch.ones(1)], wish)
 
 
 @pytest.mark.parametrize("wish", ["cuda:99", "xpu:99", {"cpu": "npu:3"}, lambda tag: "mlu:7"])
-def test_a_device_that_is_not_here(wish: Any) -> None:
-    """DeviceUnavailable says which and what to give instead, and nothing has moved."""
+def test_unavailable_devices(wish: Any) -> None:
+    """DeviceUnavailable contains the missing device and the argument that helps. Nothing has moved."""
     model = nn.Linear(2, 2)
     before = model.weight.data_ptr()
     with pytest.raises(DeviceUnavailable, match=r"(cuda:99|xpu:99|npu:3|mlu:7).*map_location='cpu'"):
@@ -328,7 +335,7 @@ def test_a_device_that_is_not_here(wish: Any) -> None:
 
 
 def test_nothing_moves_if_one_device_is_missing(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All targets are looked at before the first tensor moves; a device to which nothing goes need not be here."""
+    """All targets are checked before the first tensor moves. A target to which no tensor moves may be missing."""
     monkeypatch.setattr(moving, "has_device", lambda tag: tag in ("cpu", "cuda:0"))
     tensors = on(pretended, "cpu", "cuda:1")
     with pytest.raises(DeviceUnavailable, match="cuda:9"):
@@ -341,8 +348,8 @@ def test_nothing_moves_if_one_device_is_missing(pretended: Pretended, monkeypatc
 
 
 def test_modules_move_in_place(pretended: Pretended) -> None:
-    """Parameters, buffers and gradients stay the objects that they are, for an optimizer, an EMA or a list that refers
-    to them; shared ones move once.
+    """The parameters, buffers and gradients of a module stay the same objects, for an optimizer, an EMA or a list that
+    refers to them. Shared ones move once.
     """
     model, _ = trained()
     model.tied = nn.Linear(4, 2)
@@ -363,7 +370,7 @@ def test_modules_move_in_place(pretended: Pretended) -> None:
 
 
 def test_a_plain_attribute_stays_as_with_module_to(pretended: Pretended) -> None:
-    """``Module.to`` does not move it, and neither does ``remap``."""
+    """``remap`` does not move a plain attribute of a module, like ``Module.to``."""
     model = nn.Linear(2, 2)
     model.scale = torch.ones(5)
     remap(model, "cuda:0")
@@ -384,8 +391,8 @@ class Metric(nn.Module):
         return self
 
 
-def test_modules_say_themselves_what_moves(pretended: Pretended) -> None:
-    """A module's own ``_apply`` is called, as ``Module.to`` calls it; what has arrived there does not move on."""
+def test_modules_move_with_their_own_method(pretended: Pretended) -> None:
+    """The ``_apply`` method of a module is called, as by ``Module.to``. Data that has moved does not move again."""
     metric = remap(Metric(), {"cpu": "cuda:0", "cuda:0": "cpu"})
     assert pretended.tag(metric.total) == "cuda:0"
     assert pretended.tag(metric.alias) == "cuda:0" and metric.alias.data_ptr() == metric.weight.data_ptr()
@@ -394,7 +401,7 @@ def test_modules_say_themselves_what_moves(pretended: Pretended) -> None:
 
 
 def test_a_module_and_its_state_dict_share_after_the_move(pretended: Pretended) -> None:
-    """The copies of a state dict's tensors lie on the storages that the module has now."""
+    """The tensors of a moved state dict are copies that use the new storages of the module."""
     model, optimizer = trained()
     state = model.state_dict()
     new = remap((state, model, optimizer.state_dict(), optimizer), "cuda:0")
@@ -411,7 +418,7 @@ def test_a_module_and_its_state_dict_share_after_the_move(pretended: Pretended) 
 
 
 def test_lazy_modules_move(pretended: Pretended) -> None:
-    """A parameter that has no shape yet has a device."""
+    """A parameter that has no shape yet moves, too."""
     model = nn.LazyLinear(3)
     remap(model, "cuda:0")
     assert pretended.tag(model.weight.data) == "cuda:0" and model.has_uninitialized_params()
@@ -437,7 +444,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """Each optimizer has a ``lr`` of its own."""
+    """Return the options of the optimizer `name`, with a ``lr`` of its own."""
     return copy.deepcopy(OPTIMIZERS[name][1])
 
 
@@ -452,8 +459,8 @@ def trained_by(name: str) -> Any:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_moves_in_place_with_its_parameters(pretended: Pretended, name: str) -> None:
-    """State, parameters and gradients are on the target, each the same object; ``step`` and the options stay on the CPU
-    unless the group is capturable or fused.
+    """The state, the parameters and the gradients of an optimizer move, and stay the same objects. ``step`` and the
+    options stay on the CPU unless the group is capturable or fused.
     """
     _, optimizer = trained_by(name)
     before = {id(tensor) for tensor in moving._tensors([optimizer.state, optimizer.param_groups])}
@@ -475,7 +482,9 @@ def test_an_optimizer_moves_in_place_with_its_parameters(pretended: Pretended, n
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_model_and_its_optimizer_move_together(pretended: Pretended, order: tuple[int, int]) -> None:
-    """Each storage once, whichever comes first: with a swap of devices, a second move would bring it back."""
+    """Each storage of a model and its optimizer moves once, in either order. If devices are swapped, a second move
+    would bring it back.
+    """
     pair = trained()
     model, optimizer = pair
     pretended.put("cuda:0", *tensors_of(model))
@@ -491,7 +500,7 @@ def test_a_model_and_its_optimizer_move_together(pretended: Pretended, order: tu
 
 @dataclass(frozen=True)
 class Frozen:
-    """A frozen dataclass, hashable."""
+    """A frozen, hashable dataclass."""
 
     weight: Any
     name: str = "f"
@@ -507,21 +516,21 @@ class WithSlots:
 
 @dataclass(frozen=True, slots=True)
 class FrozenWithSlots:
-    """A dataclass that refuses to be set."""
+    """A frozen dataclass with slots, whose fields cannot be set."""
 
     weight: Any
 
 
 @dataclass
 class Failed(Exception):
-    """A dataclass with a part in C, which a copy would lack."""
+    """A dataclass with data in C, which a copy would not have."""
 
     weight: Any
 
 
 @dataclass(eq=False)
 class DataModule(nn.Module):
-    """A module that is a dataclass, and a module all the same."""
+    """A module that is also a dataclass."""
 
     size: int
 
@@ -531,7 +540,7 @@ class DataModule(nn.Module):
 
 
 class Locked(dict):  # type: ignore[type-arg]
-    """A dict that nobody can set an item of."""
+    """A dict whose items cannot be set."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise TypeError("locked")
@@ -542,7 +551,7 @@ class Locked(dict):  # type: ignore[type-arg]
 
 @dataclass
 class Output(OrderedDict):  # type: ignore[type-arg]
-    """A dict and a dataclass in one, as the outputs of models are."""
+    """A dict that is also a dataclass, like the outputs of models."""
 
     logits: Any = None
 
@@ -591,7 +600,7 @@ SHARED = [W]
     ids=lambda obj: type(obj).__name__,
 )
 def test_containers(pretended: Pretended, obj: Any) -> None:
-    """Copied with type, order and sharing; the old one is as it was."""
+    """A container is copied with its type, order and sharing. The original does not change."""
     before = saved_and_loaded(obj)
     new = remap(obj, "cuda:0")
     assert_same(new, before)
@@ -600,7 +609,7 @@ def test_containers(pretended: Pretended, obj: Any) -> None:
 
 
 def test_attributes_of_containers(pretended: Pretended) -> None:
-    """What is set on a list, dict, tuple or set of one's own class is part of it."""
+    """The attributes of a tuple or set with a class of its own are part of it."""
 
     class Numbers(tuple):
         """A tuple that can have attributes."""
@@ -616,13 +625,13 @@ def test_attributes_of_containers(pretended: Pretended) -> None:
     assert new[0].weight is new[1].weight is not W and numbers.weight is W
 
 
-def test_what_is_no_container_is_the_same_object(pretended: Pretended) -> None:
-    """Objects of other classes, C's mappings, functions, views of dicts, data loaders
-    and generators are not looked into.
+def test_other_objects_are_not_copied(pretended: Pretended) -> None:
+    """Objects of other classes, views of dicts, data loaders, generators, functions and classes are returned as they
+    are. Their tensors are neither moved nor counted.
     """
 
     class Other:
-        """It has a tensor, and no one can tell what else."""
+        """An object with a tensor, and with other content that nobody knows."""
 
         weight = W
 
@@ -641,7 +650,7 @@ def test_what_is_no_container_is_the_same_object(pretended: Pretended) -> None:
 
 
 def test_cycles() -> None:
-    """Through lists, dicts, attributes and tuples, alone and mixed."""
+    """Cycles through lists, dicts, attributes and tuples, and through several of these, are kept."""
     obj = zoo.cycles()
     inside: list[Any] = []
     first = (inside,)
@@ -657,8 +666,8 @@ def test_cycles() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}, Frozen, lambda x: frozenset({x})])
 def test_nesting_of_any_depth(pretended: Pretended, wrap: Any) -> None:
-    """100,000 levels end in no RecursionError; a frozen set's hash is Python's own
-    recursion, so there are fewer of those.
+    """10,000 levels cause no RecursionError. A frozenset or a frozen dataclass has only 100 levels, because Python
+    computes its hash by recursion.
     """
     obj: Any = W
     for _ in range(100 if isinstance(wrap(0), (frozenset, Frozen)) else 10_000):
@@ -670,9 +679,10 @@ def test_nesting_of_any_depth(pretended: Pretended, wrap: Any) -> None:
 
 
 def test_states_of_generators_stay_on_the_cpu(pretended: Pretended) -> None:
-    """By size, by key, beside one of the CPU's or beside python's and numpy's; torch takes them nowhere else.
+    """States of random generators stay on the CPU, because torch accepts them only there. They are recognized by their
+    size, by their key, or by the states next to them.
 
-    Rules for ``any`` move them, as with ``convert``.
+    Rules for ``any`` move them, as in ``convert``.
     """
     gpu, named = torch.zeros(16, dtype=torch.uint8), torch.zeros(17, dtype=torch.uint8)
     obj = {
@@ -713,18 +723,22 @@ def test_states_of_generators_stay_on_the_cpu(pretended: Pretended) -> None:
     ],
 )
 def test_which_tensors_are_states(pretended: Pretended, obj: Any, stays: bool) -> None:
-    """The rules that conversions have: a word in a key outside state dicts, a storage of its own, one dimension."""
+    """The rules of conversions apply: a state is below a key with a certain word, outside of state dicts. It has its
+    own storage and one dimension.
+    """
     state = torch.zeros(16, dtype=torch.uint8)
     new = remap(obj(state), "cuda:0")
     left = [tensor for tensor in moving._tensors(new) if tensor.numel() != 5056 and pretended.tag(tensor) == "cpu"]
     assert bool(left) is stays
 
 
-# How much is where
+# Sizes on devices
 
 
 def test_devices_counts_each_storage_once(pretended: Pretended) -> None:
-    """As a whole, whoever refers to it: views, gradients, an optimizer's state; the most first."""
+    """``devices`` counts each storage once and completely, with views, gradients and the state of an optimizer. The
+    device with the most bytes is first.
+    """
     model, optimizer = trained()
     numbers = sum(p.numel() for p in model.parameters())
     assert devices(model) == {"cpu": (2 * numbers + 4 + 4) * 4 + 8}
@@ -749,14 +763,14 @@ def test_devices_counts_each_storage_once(pretended: Pretended) -> None:
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), 20 + 24),
     ],
 )
-def test_devices_of_tensors_made_of_others(tensor: Any, nbytes: int) -> None:
-    """Sparse ones count values and indices; what has a layout of its own counts elements."""
+def test_devices_of_sparse_and_other_tensors(tensor: Any, nbytes: int) -> None:
+    """For a sparse tensor, its values and indices are counted. For other special layouts, the elements are counted."""
     assert devices([tensor()]) == {"cpu": nbytes}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=needs_a_gpu)])
-def test_tags_are_torchs(device: str) -> None:
-    """A device is written as ``torch.save`` writes it."""
+def test_tags_are_those_of_torch(device: str) -> None:
+    """A device is named as ``torch.save`` names it."""
     tensor = torch.ones(2, device=device)
     assert list(devices(tensor)) == [torch.serialization.location_tag(tensor.untyped_storage())]
 
@@ -765,7 +779,9 @@ def test_tags_are_torchs(device: str) -> None:
 
 
 def test_a_buffer_of_inference_mode_is_usable(pretended: Pretended) -> None:
-    """``tensor.data = ...`` would leave it neither an inference tensor nor another one."""
+    """A buffer from inference mode is usable after it has moved. ``tensor.data = ...`` would leave it neither an
+    inference tensor nor an ordinary one.
+    """
     module = nn.Linear(2, 2)
     with torch.inference_mode():
         module.register_buffer("c", torch.ones(2))
@@ -776,25 +792,27 @@ def test_a_buffer_of_inference_mode_is_usable(pretended: Pretended) -> None:
 
 @pytest.fixture
 def gpu() -> Iterator[str]:
-    """A GPU's tag."""
+    """Yield the tag of a GPU."""
     yield "cuda:0"
     torch.cuda.empty_cache()
 
 
 class TestOnAGpu:
-    """The same on a GPU that is one."""
+    """Moves to a real GPU."""
 
     pytestmark = needs_a_gpu
 
     @pytest.mark.parametrize("name", sorted(set(zoo.ZOO) - set(OF_SEVERAL)))
     def test_there_and_back(self, gpu: str, name: str) -> None:
-        """Everything is what it was."""
+        """An object that moves to a GPU and back does not change."""
         there = remap(built(name), gpu)
         assert set(devices(there)) <= {gpu, "meta", *(["cpu"] if name in zoo.RNG else [])}
         assert_same(remap(there, "cpu"), built(name))
 
     def test_as_module_to(self, gpu: str) -> None:
-        """A module is where ``Module.to`` brings it, computes the same there, and its optimizer goes on."""
+        """A module has the same tensors on the same device as after ``Module.to``. It computes there, and its optimizer
+        continues.
+        """
         model, optimizer = trained()
         other = saved_and_loaded(model).to(gpu)
         remap((model, optimizer), "cuda")
@@ -809,7 +827,9 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_as_load_state_dict(self, gpu: str, name: str) -> None:
-        """An optimizer's state is where ``load_state_dict`` would put it, and training goes on."""
+        """The state of an optimizer is on the device to which ``load_state_dict`` would move it, and the training
+        continues.
+        """
         model, optimizer = trained_by(name)
         other = saved_and_loaded(model).to(gpu)
         loaded = OPTIMIZERS[name][0](other.parameters(), **options_of(name))
@@ -824,36 +844,36 @@ class TestOnAGpu:
         optimizer.step(lambda: loss_of(model, optimizer, torch.ones(2, 3, device=gpu)))
 
     def test_an_lstm_keeps_its_weights_together(self, gpu: str) -> None:
-        """cudnn wants them in one piece, and torch warns where they are not."""
+        """The weights of an LSTM have one storage. cuDNN needs this, and torch warns if they do not."""
         lstm = remap(nn.LSTM(3, 4), gpu)
         lstm(torch.ones(2, 1, 3, device=gpu))
         assert len({p.untyped_storage().data_ptr() for p in lstm.parameters()}) == 1
 
     def test_the_old_memory_is_given_back(self, gpu: str) -> None:
-        """A module that has left the `gpu` has left nothing there."""
+        """A module that has left the GPU leaves no memory allocated there."""
         before = torch.cuda.memory_allocated()
         model = nn.Linear(1000, 1000, device=gpu)
         remap(model, "cpu")
         assert torch.cuda.memory_allocated() == before
 
     def test_auto_is_the_gpu(self, gpu: str) -> None:
-        """The one that torch has at the moment."""
+        """``auto`` is the current GPU of torch."""
         assert remap(W, "auto").device == torch.empty(0, device="cuda").device
 
 
 class TestOnTwoGpus:
-    """What needs another one."""
+    """Moves that need two GPUs."""
 
     pytestmark = needs_two_gpus
 
     def test_swapped(self) -> None:
-        """All at once, so nothing moves twice."""
+        """All mappings apply at the same time, so a tensor moves only once."""
         model = nn.Sequential(nn.Linear(2, 2, device="cuda:0"), nn.Linear(2, 2, device="cuda:1"))
         remap(model, {"cuda:0": "cuda:1", "cuda:1": "cuda:0"})
         assert [layer.weight.device.index for layer in model] == [1, 0]
 
     def test_the_current_one(self) -> None:
-        """``cuda`` is the GPU that torch has at the moment; a rule keeps the index."""
+        """``cuda`` is the current GPU of torch. In a rule, it keeps the index."""
         with torch.cuda.device(1):
             assert remap(W, "cuda").device.index == 1
             assert remap(W.to("cuda:0"), {"cuda": "cuda"}).device.index == 0

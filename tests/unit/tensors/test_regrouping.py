@@ -1,4 +1,4 @@
-"""``regroup`` in memory does what ``convert`` does to a file."""
+"""``regroup`` in memory gives the same result as ``convert`` for a file."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ CASES: dict[str, tuple[dict[str, torch.Tensor], tuple[str, ...], dict[str, Any]]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_gives_what_a_file_gives(tmp_path: Path, case: str) -> None:
-    """The same names in the same order, and the same values."""
+def test_regroup_and_convert_give_the_same(tmp_path: Path, case: str) -> None:
+    """``regroup`` gives the same names in the same order, and the same values, as ``convert``. The names of its
+    argument do not change.
+    """
     state, rules, options = CASES[case]
     torch.save(state, tmp_path / "a.pt")
     ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", regroup=rules, **options)
@@ -51,7 +53,7 @@ def test_it_gives_what_a_file_gives(tmp_path: Path, case: str) -> None:
 
 
 def test_a_model(tmp_path: Path) -> None:
-    """``_metadata`` follows, the type stays, parts are views, and rules can be in a file."""
+    """``_metadata`` follows the names, the type is kept, and parts are views. The rules can be in a file."""
     net = nn.ModuleDict({"qkv": nn.Linear(4, 12), "out": nn.Linear(4, 4)})
     (tmp_path / "my.rules").write_text("qkv.* = q.*:1, k.*:1, v.*:1")
     found = ckptconv.regroup(net.state_dict(), str(tmp_path / "my.rules"))
@@ -66,7 +68,7 @@ def test_a_model(tmp_path: Path) -> None:
 
 
 def test_parameters_and_ties() -> None:
-    """Parameters stay parameters, and tied tensors are regrouped once, or refused."""
+    """Parameters stay parameters. Tied tensors are regrouped once, or refused if a rule takes only some of them."""
     weight = nn.Parameter(numbered(4, 2), requires_grad=False)
     state = {"a.w": weight, "b.w": weight, "c": weight}
     found = ckptconv.regroup({name: state[name] for name in ("a.w", "b.w")}, "**.w = **.q:1, **.k:1")
@@ -78,7 +80,7 @@ def test_parameters_and_ties() -> None:
 
 
 def test_what_is_refused() -> None:
-    """With the errors of files."""
+    """A rule that cannot be applied, and an argument that is not a state dict, raise specific errors."""
     state: dict[str, Any] = {"w": numbered(4), "x": nn.Parameter(numbered(4)), "s": torch.eye(2).to_sparse()}
     wrong: dict[str, tuple[str, type[CkptconvError]]] = {
         "w = a:$n, b:1": (r"the value of \$n is not known", UsageError),

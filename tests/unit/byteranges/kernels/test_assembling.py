@@ -1,4 +1,6 @@
-"""Tensors that were saved in chunks are put together as torch would have them, in bounded memory."""
+"""Tests of the assembly of tensors that were saved in chunks. The result equals torch's tensor, and memory is
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ DTYPES = [
 
 
 @given(st.integers(0, 10**9), st.booleans())
-def test_as_torch_has_it(seed: int, plain: bool) -> None:
-    """However a tensor was cut, and whatever the strides of its parts, its bytes come out in
-    order; at any size of blocks and tiles.
+def test_chunks_are_assembled_in_order(seed: int, plain: bool) -> None:
+    """The bytes of a tensor are assembled in order for all ways to cut it, all strides of its parts, and all sizes of
+    blocks and tiles.
     """
     chance = Random(seed)
     shape = tuple(chance.randrange(1, 9) for _ in range(chance.randrange(5)))
@@ -55,7 +57,7 @@ def test_as_torch_has_it(seed: int, plain: bool) -> None:
 
 
 def _read_anywhere(chance: Random, piece: ByteRange | Concat | Assemble, length: int) -> bytes:
-    """`piece` through a stream, after having read here and there in it."""
+    """Return `piece`, read with a stream after reads at random positions."""
     parts = piece.ranges() or (piece,)
     with VirtualFile(OutFile(HERE, (Literal(b"before"), *parts), 6 + length)) as stream:
         for _ in range(3):
@@ -66,7 +68,7 @@ def _read_anywhere(chance: Random, piece: ByteRange | Concat | Assemble, length:
 
 
 class _Counted(Readable):
-    """A file of zeros; remembers how it is read."""
+    """A file of zeros that records the sizes of its reads."""
 
     def __init__(self) -> None:
         self.path, self.fd, self.size = HERE, -1, 1 << 40
@@ -77,7 +79,9 @@ class _Counted(Readable):
 
 
 def test_columns_are_read_in_few_large_pieces() -> None:
-    """Of each process's columns all rows that are needed are read at once, and memory does not grow with the tensor."""
+    """The columns of each process are read in few large pieces, each with many rows, and memory does not grow with the
+    tensor.
+    """
     source = _Counted()
     rows, columns = 40_000, 1_000
     placements = tuple(

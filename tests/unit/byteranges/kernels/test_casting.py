@@ -1,5 +1,5 @@
-"""Numbers cast to other dtypes: torch's ``.to()`` says what is right, bit for bit, and
-what overflows is counted one by one.
+"""Tests of the cast of numbers to other dtypes. The results equal those of torch's ``.to()`` bit for bit, and each
+overflow is counted.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ _LARGEST = {
 
 @cache
 def patterns(name: str) -> torch.Tensor:
-    """Every number of a small dtype; of a large one every exponent (in float64 those that the others have, and some)
-    with the mantissas that matter, of both signs.
+    """Return numbers of the dtype `name`: all numbers of a small dtype, and of a large one the exponents and mantissas
+    that matter.
+
+    All exponents of float32 are included. Those of float64 are the exponents of the other dtypes and some more. All
+    numbers are included with both signs.
     """
     dtype = getattr(torch, name)
     if dtype.itemsize <= 2:
@@ -71,7 +74,9 @@ def patterns(name: str) -> torch.Tensor:
 def cast(
     numbers: torch.Tensor, new: str, most: int = 1 << 22, shown: Sequence[tuple[int, int]] = (), **bits: bool
 ) -> tuple[torch.Tensor, int]:
-    """`numbers` as `new`, so many bytes at once, and how many of those that are `shown` were too large."""
+    """Cast `numbers` to the dtype `new` in blocks of `most` bytes. Return the result, and how many of the numbers in
+    the ranges `shown` were too large.
+    """
     data = numbers.contiguous().view(torch.uint8).numpy().tobytes()
     dtype = getattr(torch, new)
     of = ByteRange(None, 0, len(data))  # type: ignore[arg-type]
@@ -83,7 +88,9 @@ def cast(
 def in_chunks(
     buffer: CastBuffer | RoundingBuffer, data: bytes, shown: Sequence[tuple[int, int]]
 ) -> tuple[bytearray, int]:
-    """Cast `data` in chunks that fill `buffer`. Return it, and how many of the `shown` numbers were too large."""
+    """Cast `data` in chunks that fill `buffer`. Return the result, and how many of the `shown` numbers were too
+    large.
+    """
     out, overflowed = bytearray(), 0
     for at in range(0, len(data), len(buffer.room)):
         chunk = data[at : at + len(buffer.room)]
@@ -95,7 +102,7 @@ def in_chunks(
 
 
 def by_torch(numbers: torch.Tensor, new: str) -> torch.Tensor:
-    """What ``.to()`` gives, where NaNs in bfloat16 are the one that torch's plain code makes."""
+    """Return the result of ``.to()``. In bfloat16, all NaNs are replaced with the NaN of torch's scalar code."""
     wanted = numbers.to(getattr(torch, new))
     if new == "bfloat16":
         wanted.view(torch.int16)[wanted.isnan()] = 0x7FC0
@@ -109,8 +116,10 @@ def assert_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def too_large(number: float, new: str) -> bool:
-    """Whether `number` is finite and nearer to what would come behind the largest number of `new`;
-    in the middle, whether the largest is odd. An integer has to be one of `new`.
+    """Return whether `number` does not fit into `new`.
+
+    An integer does not fit if `new` does not contain it. A finite number does not fit if it rounds to a number above
+    the largest one of `new`. Ties are rounded to even.
     """
     if new in INTEGERS:
         info = torch.iinfo(getattr(torch, new))
@@ -119,7 +128,7 @@ def too_large(number: float, new: str) -> bool:
         return False
     largest, step = _LARGEST[new]
     if new != "float32" and abs(number) < 2.0**127:
-        number = struct.unpack("f", struct.pack("f", number))[0]  # as torch does it: first float32
+        number = struct.unpack("f", struct.pack("f", number))[0]  # torch converts to float32 first
     elif new == "bfloat16":
         number = struct.unpack("f", struct.pack("f", number / 2))[0] * 2
     return abs(number) > largest + step / 2 or (abs(number) == largest + step / 2 and largest / step % 2 == 1)
@@ -127,9 +136,9 @@ def too_large(number: float, new: str) -> bool:
 
 @pytest.mark.parametrize("new", TARGETS)
 @pytest.mark.parametrize("old", sorted(FLOATS))
-def test_every_number_is_what_torch_makes_of_it(old: str, new: str) -> None:
-    """All numbers of the small dtypes, all exponents of the large ones; and as many overflow
-    as a count of one after another finds.
+def test_casts_equal_those_of_torch(old: str, new: str) -> None:
+    """A cast gives the same bits as torch for all numbers of small dtypes and all exponents of large ones. The number
+    of overflows equals a count of single numbers.
     """
     numbers = patterns(old)
     if old != new:
@@ -141,8 +150,10 @@ def test_every_number_is_what_torch_makes_of_it(old: str, new: str) -> None:
 @pytest.mark.parametrize("new", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("old", sorted(FLOATS - {"float8_e8m0fnu"}))
 @pytest.mark.parametrize("most", [8, 24, 56, 1000])
-def test_blocks_do_not_matter(old: str, new: str, most: int) -> None:
-    """A number becomes the same wherever it stands in a block or a vector, NaNs with their signs and payloads too."""
+def test_results_do_not_depend_on_blocks(old: str, new: str, most: int) -> None:
+    """The result of a cast does not depend on the position of a number in a block or a vector. This includes the signs
+    and payloads of NaNs.
+    """
     numbers = patterns(old)[-1500:]
     if old != new:
         whole, overflowed = cast(numbers, new)
@@ -153,7 +164,9 @@ def test_blocks_do_not_matter(old: str, new: str, most: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 17])
 def test_nans_keep_their_payload(n: int) -> None:
-    """From float16 to float32, however few there are: torch has two answers, by the number's place in a vector."""
+    """A cast from float16 to float32 keeps the payloads of NaNs, also in short tensors. torch gives one of two results,
+    depending on the position of a number in a vector.
+    """
     halves = torch.tensor([0x7C01, -1, 0x7E00, -0x3AB, 0x3C00] * 4).to(torch.int16).view(torch.float16)[:n]
     found, _ = cast(halves, "float32")
     bits = [bits & 0xFFFF for bits in halves.view(torch.int16).tolist()]
@@ -162,7 +175,7 @@ def test_nans_keep_their_payload(n: int) -> None:
 
 
 def integers(name: str) -> torch.Tensor:
-    """The ends, the middle, and what lies around the ends of the other dtypes."""
+    """Return the limits of the dtype `name`, numbers around zero, and numbers near the limits of other dtypes."""
     info = torch.iinfo(getattr(torch, name))
     near = {
         sign * (1 << bits) + little
@@ -179,8 +192,8 @@ def integers(name: str) -> torch.Tensor:
 @pytest.mark.parametrize("new", [*sorted(INTEGERS), *TARGETS])
 @pytest.mark.parametrize("old", [*sorted(INTEGERS), "bool"])
 def test_integers_that_do_not_fit_are_counted(old: str, new: str) -> None:
-    """They become what ``.to()`` makes of them: another integer, or Inf or the largest number of a small float; as many
-    as have no place in the new dtype are named.
+    """An integer that does not fit becomes the same value as with ``.to()``: another integer, or Inf or the largest
+    number of a small float. The number of such integers is returned.
     """
     numbers = torch.tensor([True, False]) if old == "bool" else integers(old)
     found, overflowed = cast(numbers, new)
@@ -199,8 +212,8 @@ def test_integers_that_do_not_fit_are_counted(old: str, new: str) -> None:
         ("float8_e4m3fn", "float32"),
     ],
 )
-def test_bytes_are_turned_round_on_both_sides(old: str, new: str, swapped: bool, swap: bool) -> None:
-    """Of what comes in, of what goes out, and of both."""
+def test_byte_order_is_swapped_on_input_and_output(old: str, new: str, swapped: bool, swap: bool) -> None:
+    """A cast can swap the byte order of its input, of its output, or of both."""
 
     def turned(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(torch.uint8).view(-1, tensor.itemsize).flip(1).reshape(-1).view(tensor.dtype)
@@ -212,16 +225,18 @@ def test_bytes_are_turned_round_on_both_sides(old: str, new: str, swapped: bool,
 
 
 @pytest.mark.parametrize("new", ["bfloat16", "float16", "float64", "float8_e4m3fn"])
-def test_a_pending_negation_comes_first(new: str) -> None:
-    """What torch negates lazily is negated as bits, then rounded."""
+def test_lazy_negation_is_applied_before_rounding(new: str) -> None:
+    """A lazy negation flips the sign bit before the number is rounded."""
     numbers = patterns("float32")
     found, _ = cast(numbers, new, neg=True)
     negated = (numbers.view(torch.int32) ^ torch.iinfo(torch.int32).min).view(torch.float32)
     assert_bits(found, by_torch(negated, new))
 
 
-def test_every_target_is_among_them() -> None:
-    """The tests above miss no dtype that the command line takes."""
+def test_all_target_dtypes_are_tested() -> None:
+    """The command line accepts every target dtype of these tests. FLOATS contains every floating-point dtype of torch,
+    except aliases and float4_e2m1fn_x2.
+    """
     assert {to_dtypes(name)[0].dtype for name in TARGETS} == set(TARGETS)
     assert {to_dtypes(f"x={name}")[0].dtype for name in INTEGERS} == INTEGERS
     assert {
@@ -238,9 +253,9 @@ def test_every_target_is_among_them() -> None:
 
 
 @pytest.mark.parametrize("most", [4, 40, 1 << 22])
-def test_what_no_tensor_shows_does_not_count(most: int) -> None:
-    """Wherever the blocks end, those numbers count that stand in one of the ranges."""
-    numbers = torch.arange(100.0) * 1000  # from 66 on they are too large
+def test_only_overflows_in_given_ranges_are_counted(most: int) -> None:
+    """Only overflows of numbers in the given ranges are counted, for all sizes of blocks."""
+    numbers = torch.arange(100.0) * 1000  # numbers from index 66 on are too large
     assert cast(numbers, "float16", most)[1] == 34
     assert cast(numbers, "float16", most, [(0, 66)])[1] == 0
     assert cast(numbers, "float16", most, [(3, 5), (60, 70), (97, 100)])[1] == 4 + 3

@@ -1,4 +1,4 @@
-"""How far apart tensors are: torch itself is the judge, on generated pairs of all dtypes."""
+"""Tests of the comparison of tensors. torch computes the expected differences, for generated pairs of all dtypes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def name(dtype: torch.dtype) -> str:
 def compared(
     a: torch.Tensor, b: torch.Tensor, *, at_once: int = 1 << 15, rtol: float = 0.0, atol: float = 0.0
 ) -> ValueDifference:
-    """What a comparer says of `a` and `b`, given so many elements `at_once`."""
+    """Return the result of a comparer for `a` and `b`, which get `at_once` elements at a time."""
     comparer = Comparer(name(a.dtype), name(b.dtype), rtol, atol)
     for start in range(0, a.numel(), at_once):
         comparer.add(raw(a[start : start + at_once]), raw(b[start : start + at_once]))
@@ -46,7 +46,7 @@ def result(comparer: Comparer, elements: int) -> ValueDifference:
 
 
 def bits(dtype: torch.dtype) -> st.SearchStrategy[torch.Tensor]:
-    """Seven elements of any bits, with those of odd numbers (NaN, infinities, zeros, extremes) among them often."""
+    """Return seven elements of random bits, often with special numbers (NaN, infinities, zeros, extremes)."""
     width = dtype.itemsize
     word = st.one_of(st.binary(min_size=width, max_size=width), st.sampled_from(odd(dtype)))
     return st.lists(word, min_size=7, max_size=7).map(
@@ -66,8 +66,8 @@ def odd(dtype: torch.dtype) -> list[bytes]:
 
 
 def by_torch(a: torch.Tensor, b: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> ValueDifference:
-    """Differing elements, those that are not finite, and the largest absolute and relative difference of the others,
-    computed plainly on real numbers.
+    """Return the expected result for real numbers, computed in float64: the number of differing elements, the number of
+    those that are not finite, and the largest absolute and relative difference of the others.
     """
     x, y = (t.float().double() if t.dtype.itemsize == 1 else t.double() for t in (a, b))
     differing = ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
@@ -81,9 +81,9 @@ def by_torch(a: torch.Tensor, b: torch.Tensor, rtol: float = 0.0, atol: float = 
 
 
 @given(st.data())
-def test_real_numbers_are_compared_as_torch_does(data: st.DataObject) -> None:
-    """Counts and largest differences of all pairs of floating-point dtypes, with a
-    tolerance and without, whatever the blocks.
+def test_real_numbers_compare_as_in_torch(data: st.DataObject) -> None:
+    """The counts and largest differences equal those of torch for all pairs of floating-point dtypes, with and without
+    a tolerance, and for all sizes of blocks.
     """
     a, b = (data.draw(st.sampled_from(FLOATS + FLOAT8).flatmap(bits)) for _ in "ab")
     if data.draw(st.booleans()):
@@ -95,7 +95,9 @@ def test_real_numbers_are_compared_as_torch_does(data: st.DataObject) -> None:
 @pytest.mark.untraced
 @given(st.data())
 def test_whole_numbers_are_exact(data: st.DataObject) -> None:
-    """No pair of widths and signs overflows or loses a bit: Python's integers are the judge."""
+    """Integers of all pairs of widths and signs are compared exactly, without overflow. Python's integers are the
+    reference.
+    """
     a, b = (data.draw(st.sampled_from(WHOLE).flatmap(bits)) for _ in "ab")
     found = compared(a, b)
     apart = [(abs(x - y), abs(y)) for x, y in zip(a.tolist(), b.tolist(), strict=True) if x != y]
@@ -105,16 +107,16 @@ def test_whole_numbers_are_exact(data: st.DataObject) -> None:
     assert found.largest_relative == pytest.approx(relative, rel=1e-12)
 
 
-def test_large_against_small() -> None:
-    """One side alone is too large for differences of 64 bits."""
+def test_difference_can_exceed_int64() -> None:
+    """A difference that exceeds the range of int64 is exact."""
     found = compared(torch.tensor([(1 << 63) - 1]), torch.tensor([1 - (1 << 62)]))
     assert found.largest == (1 << 63) - 1 + (1 << 62) - 1
 
 
 @given(st.data())
 def test_complex_numbers_are_compared_by_modulus(data: st.DataObject) -> None:
-    """Elements are equal where both parts are, or both have a NaN; else they are as far apart as torch says, where
-    that is a number.
+    """Complex numbers are equal if torch says so, with NaN equal to NaN. The difference of finite numbers is the
+    modulus that torch computes.
     """
     a, b = (data.draw(st.sampled_from(COMPLEX).flatmap(bits)) for _ in "ab")
     found = compared(a, b)
@@ -129,8 +131,8 @@ def test_complex_numbers_are_compared_by_modulus(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_what_equals_itself(data: st.DataObject) -> None:
-    """Any bits of any dtype are nothing apart from themselves."""
+def test_tensor_equals_itself(data: st.DataObject) -> None:
+    """A tensor of any dtype and with any bits equals itself."""
     a = data.draw(st.sampled_from(FLOATS + FLOAT8 + WHOLE + COMPLEX).flatmap(bits))
     assert compared(a, a) == ValueDifference(7, 0, 0, 0.0)
 
@@ -144,11 +146,11 @@ TRUTH = torch.tensor([True, False, True])
 @pytest.mark.parametrize(
     ("a", "b", "wanted"),
     [
-        # NaN equals NaN, whatever its payload, and -0.0 equals 0.0; an infinity equals itself alone
+        # NaN equals NaN with any payload, and -0.0 equals 0.0. An infinity equals only itself.
         (NANS, torch.full((2,), NAN), ValueDifference(2, 0, 0, 0.0)),
         (torch.tensor([0.0, -0.0]), torch.tensor([-0.0, 0.0]), ValueDifference(2, 0, 0, 0.0)),
         (torch.tensor([inf, -inf]), torch.tensor([inf, -inf]), ValueDifference(2, 0, 0, 0.0)),
-        # what is not finite on one side is counted, and no distance
+        # A number that is not finite on one side is counted, and has no difference.
         (torch.tensor([inf]), torch.tensor([1.0]), ValueDifference(1, 1, 0.0, 0.0, 1, not_finite_in=(1, 0))),
         (torch.tensor([inf]), torch.tensor([-inf]), ValueDifference(1, 1, 0.0, 0.0, 1, not_finite_in=(1, 1))),
         (torch.tensor([inf]), torch.tensor([NAN]), ValueDifference(1, 1, 0.0, 0.0, 1, not_finite_in=(1, 1))),
@@ -157,7 +159,7 @@ TRUTH = torch.tensor([True, False, True])
             torch.tensor([1.0, 1.5, 0.0, 2.0]),
             ValueDifference(4, 3, 0.5, 0.5 / 1.5, 2, not_finite_in=(2, 0)),
         ),
-        # bool is 0 or 1; dtypes of two kinds are compared by value
+        # A bool is 0 or 1. Dtypes of two kinds are compared by value.
         (TRUTH, torch.tensor([True, True, True]), ValueDifference(3, 1, 1, 1.0)),
         (TRUTH, torch.tensor([1, 0, 2]), ValueDifference(3, 1, 1, 0.5)),
         (TRUTH, torch.tensor([1.0, 0.5, 1.0]), ValueDifference(3, 1, 0.5, 1.0)),
@@ -166,18 +168,20 @@ TRUTH = torch.tensor([True, False, True])
     ],
 )
 def test_special_numbers_and_mixed_dtypes(a: torch.Tensor, b: torch.Tensor, wanted: ValueDifference) -> None:
-    """All at once, and one after another."""
+    """Special numbers and numbers of two dtypes are compared by value, with the same result for one block or many."""
     assert compared(a, b) == compared(a, b, at_once=1) == wanted
 
 
 @pytest.mark.parametrize("other", [1.0, -inf, NAN])
-def test_no_tolerance_reaches_an_infinity(other: float) -> None:
-    """From whatever there is on the other side."""
+def test_infinity_differs_despite_tolerance(other: float) -> None:
+    """An infinity differs from a finite number, from the other infinity and from NaN, even with a tolerance."""
     assert compared(torch.tensor([other]), torch.tensor([inf]), rtol=0.5, atol=1.0).differing == 1
 
 
-def test_bits_that_are_no_numbers() -> None:
-    """They are counted, byte by byte, and have no distance; with numbers they are not compared."""
+def test_dtypes_without_numbers() -> None:
+    """Differing bytes of dtypes without numbers are counted, but have no difference in value. Such dtypes are compared
+    only with themselves.
+    """
     comparer = Comparer("bits8", "bits8")
     comparer.add(memoryview(bytearray(b"abc")), memoryview(bytearray(b"abd")))
     assert result(comparer, 3) == ValueDifference(3, 1, None, None)
@@ -186,8 +190,8 @@ def test_bits_that_are_no_numbers() -> None:
     assert comparable("F4", "F4") and comparable("float32", "int64")
 
 
-def test_what_is_near() -> None:
-    """Within the tolerance nothing differs, and the comparer says that something would."""
+def test_difference_within_tolerance() -> None:
+    """Numbers within the tolerance do not differ, and the comparer reports that they would differ without it."""
     comparer = Comparer("float32", "float32", 0.0, 0.5)
     comparer.add(raw(torch.tensor([1.0, 2.0])), raw(torch.tensor([1.0, 2.25])))
     assert comparer.is_near and result(comparer, 2) == ValueDifference(2, 0, 0.25, 0.25 / 2.25)

@@ -1,4 +1,4 @@
-"""Strided views written out in row-major order: torch says what is right, whatever the sizes of blocks,
+"""Tests of the output of strided views in row-major order. The result equals that of torch for all sizes of blocks,
 tiles and gaps.
 """
 
@@ -23,7 +23,7 @@ DTYPES = ("uint8", "bfloat16", "float32", "float64", "complex64")
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    """64 KiB of different bytes."""
+    """Yield a source of 64 KiB of random bytes."""
     path = tmp_path_factory.mktemp("storage") / "bytes"
     path.write_bytes(bytes(torch.randint(0, 256, (1 << 16,), generator=torch.manual_seed(0)).tolist()))
     with Source(path) as source:
@@ -32,7 +32,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The length of each read, as they come."""
+    """Return a list to which the length of each read is added."""
     lengths: list[int] = []
     original = Source.read_into
 
@@ -45,7 +45,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def strided(view: Cast) -> Gather:
-    """What `view` is made of."""
+    """Return the :class:`Gather` that `view` casts."""
     assert isinstance(view.of, Gather)
     return view.of
 
@@ -55,7 +55,7 @@ def gathered(source: Source, view: Cast) -> bytes:
 
 
 def by_torch(source: Source, view: Cast) -> bytes:
-    """What torch makes of `view` on the bytes of `source` after the third."""
+    """Return the bytes that torch computes for `view` on the bytes of `source` from position 3 on."""
     dtype, of = getattr(torch, view.new), strided(view)
     data = bytearray(source.read(3, source.size - 3))
     whole = torch.frombuffer(data, dtype=dtype, count=len(data) // dtype.itemsize)
@@ -70,7 +70,7 @@ def by_torch(source: Source, view: Cast) -> bytes:
 
 
 def numbers_of(data: bytes, dtype: str) -> torch.Tensor:
-    """The real numbers in `data`."""
+    """Return the real numbers in `data`."""
     real = torch.float32 if dtype == "complex64" else getattr(torch, dtype)
     return torch.frombuffer(bytearray(data), dtype=real)
 
@@ -85,7 +85,9 @@ def view_of(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset:
 
 @st.composite
 def views(draw: st.DrawFn) -> Cast:
-    """A view of up to 4,000 elements within 64 KiB: repeated, overlapping, stepped, in any order of dimensions."""
+    """Return a view of up to 4,000 elements in 64 KiB. Its elements can repeat, overlap or have gaps, and its
+    dimensions can have any order.
+    """
     dtype = draw(st.sampled_from(DTYPES))
     room = ((1 << 16) - 3) // BY_NAME[dtype].itemsize - 1
     shape: list[int] = []
@@ -109,14 +111,14 @@ def views(draw: st.DrawFn) -> Cast:
 
 
 @given(view=views(), block=st.integers(16, 20000), tile=st.integers(16, 20000), gap=st.integers(0, 5000))
-def test_torch_gathers_the_same(storage: Source, view: Cast, block: int, tile: int, gap: int) -> None:
-    """Every view comes out as torch's `contiguous()` has it, in as many blocks and tiles as may be."""
+def test_gathered_bytes_equal_those_of_torch(storage: Source, view: Cast, block: int, tile: int, gap: int) -> None:
+    """Every view has the same bytes as a copy by torch, for all sizes of blocks, tiles and gaps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathering, "_BLOCK", block)
         patch.setattr(gathering, "_TILE", tile)
         patch.setattr(gathering, "_GAP", gap)
         ours, theirs = gathered(storage, view), by_torch(storage, view)
-    if view.conj or view.neg:  # torch keeps the payload of a NaN in a vector, and loses it at its end
+    if view.conj or view.neg:  # torch keeps the payload of a NaN in a vector, and loses it after the last vector
         numbers = numbers_of(theirs, view.new)
         torch.testing.assert_close(numbers_of(ours, view.new), numbers, rtol=0, atol=0, equal_nan=True)
     else:
@@ -124,7 +126,9 @@ def test_torch_gathers_the_same(storage: Source, view: Cast, block: int, tile: i
 
 
 def test_negation_keeps_nans(storage: Source) -> None:
-    """Only the sign of a NaN changes, as for every other number; conjugation changes that of the imaginary part."""
+    """A negation changes only the sign bit, also of NaNs. A conjugation changes only the sign bit of the imaginary
+    part.
+    """
     view = view_of("bfloat16", (9,), (1,), 40, neg=True)
     plain = storage.read(3 + 80, 18)
     assert gathered(storage, view) == bytes(b ^ 0x80 * (i % 2) for i, b in enumerate(plain))
@@ -138,7 +142,9 @@ def test_negation_keeps_nans(storage: Source) -> None:
 def test_a_chunk_is_never_larger_than_a_block(
     storage: Source, reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory does not grow with the view, nor with how far apart its elements lie."""
+    """Chunks are not larger than a block, and reads not larger than a tile. Therefore memory depends neither on the
+    size of the view nor on the distance of its elements.
+    """
     monkeypatch.setattr(gathering, "_BLOCK", 1024)
     monkeypatch.setattr(gathering, "_TILE", 512)
     view = view_of("float32", (100, 120), (1, 130))
@@ -147,9 +153,9 @@ def test_a_chunk_is_never_larger_than_a_block(
     assert max(reads) <= 512
 
 
-def test_what_is_near_is_read_through_and_what_is_far_is_not(storage: Source, reads: list[int]) -> None:
-    """A column of a narrow matrix is one read; of a wide one, a read for each element;
-    dimensions that overlap are read once.
+def test_small_gaps_are_read_and_large_gaps_are_skipped(storage: Source, reads: list[int]) -> None:
+    """A column of a narrow matrix is read at once, and a column of a wide matrix with one read for each element.
+    Dimensions that overlap are read once.
     """
 
     def reads_of(view: Cast) -> list[int]:
@@ -163,10 +169,10 @@ def test_what_is_near_is_read_through_and_what_is_far_is_not(storage: Source, re
     assert reads_of(view_of("uint8", (8, 7), (4900, 4800))) == [7 * 4900 + 6 * 4800 + 1]
 
 
-def test_overlapping_rows_are_read_a_few_times_and_not_a_million(
+def test_overlapping_rows_are_read_a_few_times(
     storage: Source, reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dimensions with one stride: each block reads little more than it spans."""
+    """If two dimensions have the same stride, each block reads little more than the range that it spans."""
     monkeypatch.setattr(gathering, "_BLOCK", 2048)
     monkeypatch.setattr(gathering, "_TILE", 2048)
     monkeypatch.setattr(gathering, "_GAP", 64)

@@ -1,4 +1,6 @@
-"""``--loadable``: numpy's arrays of every dtype, shape and order are tensors of the same numbers, or lists of them."""
+"""Tests of ``--loadable`` for numpy arrays. Arrays of every dtype, shape and memory order become tensors with the same
+values, or lists.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.unit.edits.loadable.test_table import SAVE, loadable
 TORCH = [
     "bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"
 ]  # a table  # fmt: skip
-#: Dtypes that torch has not, of which lists are made.
+#: Dtypes that torch does not have. Arrays of these dtypes become lists.
 LISTS = ["U3", "S3", "V3", "M8[s]", "M8[D]", "M8[ns]", "m8[ms]", "m8[h]", "g"]
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "U": st.sampled_from(["", "a", "éé", "abc", "\U0001f600x"]), "S": st.binary(max_size=3), "V": st.binary(max_size=3),
@@ -30,7 +32,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 
 def iso(span: Any) -> str:
-    """A span of time as an ISO duration."""
+    """Return a duration as an ISO text."""
     unit, count = np.datetime_data(span.dtype)[0], int(span.astype("i8"))
     sign = "-" if count < 0 else ""
     return f"{sign}PT{abs(count)}H" if unit == "h" else f"{sign}PT{abs(count) // 1000}.{abs(count) % 1000:03}S"
@@ -44,7 +46,7 @@ ORDERS = st.sampled_from(["C", "F", "K", "every second"])
 
 
 def placed(flat: Any, shape: tuple[int, ...], order: str) -> Any:
-    """`flat` in a shape, and in an order of memory."""
+    """Return `flat` with the shape `shape` and the memory order `order`."""
     made = flat.reshape(shape)
     if order == "K":
         return made.transpose(np.roll(range(len(shape)), 1).tolist())
@@ -67,8 +69,8 @@ def test_arrays_are_tensors(
     save: str,
     turned: bool,
 ) -> None:
-    """Of the same dtype, shape and bits; big-endian numbers turned round, the order of memory in the strides, from
-    files and to files of both byte orders.
+    """An array becomes a tensor with the same dtype, shape and values. Big-endian numbers are byte-swapped, also in
+    big-endian files, and Fortran order is kept in the strides.
     """
     path = tmp_path_factory.mktemp("arrays") / "a.pt"
     kind = np.dtype(dtype).newbyteorder(">" if swapped else "<")
@@ -93,7 +95,7 @@ def test_arrays_are_tensors(
 
 
 @given(dtype=st.sampled_from(LISTS), swapped=st.booleans(), shape=SHAPES, order=ORDERS, data=st.data())
-def test_arrays_of_what_torch_has_not_are_lists(
+def test_arrays_of_other_dtypes_are_lists(
     tmp_path_factory: pytest.TempPathFactory,
     dtype: str,
     swapped: bool,
@@ -101,7 +103,9 @@ def test_arrays_of_what_torch_has_not_are_lists(
     order: str,
     data: st.DataObject,
 ) -> None:
-    """As ``tolist()`` gives them; times as numpy writes them, and spans as ISO has them."""
+    """An array of a dtype that torch does not have becomes the list that ``tolist()`` returns. Times are numpy's texts,
+    and durations are ISO texts.
+    """
     path = tmp_path_factory.mktemp("arrays") / "a.pt"
     kind = np.dtype(dtype).newbyteorder(">" if swapped else "<")
     values = data.draw(st.lists(VALUES[kind.kind], min_size=1, max_size=6))
@@ -114,7 +118,9 @@ def test_arrays_of_what_torch_has_not_are_lists(
 
 @pytest.mark.filterwarnings("ignore:The 'generic' unit")
 def test_times_in_every_unit(tmp_path: Path) -> None:
-    """numpy reads from each text the same moment, in the same unit."""
+    """A time of any unit becomes a text from which numpy reads the same time and unit. Units that have no such text are
+    refused.
+    """
     units = ["Y", "M", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as"]
     times = [np.datetime64(n, unit) for unit in units for n in (0, 1, -1, 29)] + [np.datetime64("NaT", "D")]
     found, _ = loadable({"t": times}, tmp_path / "a.pt")
@@ -126,8 +132,8 @@ def test_times_in_every_unit(tmp_path: Path) -> None:
             loadable({"t": odd, "w": 1}, tmp_path / "a.pt")
 
 
-def test_long_doubles_that_are_no_floats(tmp_path: Path) -> None:
-    """They are refused; those that are floats, of every size, are these floats."""
+def test_long_doubles(tmp_path: Path) -> None:
+    """A long double is refused unless a float represents it exactly."""
     floats = [1.5, -0.0, 2.0**1023, 5e-324, 2.0**-1074 * 3, 1 / 3]
     found, _ = loadable({"f": [np.longdouble(each) for each in floats]}, tmp_path / "a.pt")
     assert_same(found["f"], floats)
@@ -137,7 +143,7 @@ def test_long_doubles_that_are_no_floats(tmp_path: Path) -> None:
 
 
 def test_structured_arrays(tmp_path: Path) -> None:
-    """A dict for each record, by the names of its fields; records in records too."""
+    """A structured array becomes a list of dicts by the names of the fields, also for nested records."""
     inner = np.dtype([("x", "<f4"), ("n", "U2")])
     array = np.array([(1, (0.5, "é")), (2, (1.5, ""))], [("a", ">i4"), ("b", inner)])
     found, _ = loadable({"a": array, "one": array[1]}, tmp_path / "a.pt")
@@ -146,7 +152,7 @@ def test_structured_arrays(tmp_path: Path) -> None:
 
 
 def test_arrays_of_objects(tmp_path: Path) -> None:
-    """Nested lists of what they hold, which becomes plain as everywhere else."""
+    """An array of objects becomes nested lists, and its objects become plain data."""
     array = np.empty((2, 2), object)
     array[:] = [[None, np.float32(0.5)], [np.arange(2.0), [b"x"]]]
     for order in ("C", "F"):
@@ -156,9 +162,11 @@ def test_arrays_of_objects(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save", SAVE)
 def test_long_arrays(tmp_path: Path, save: str) -> None:
-    """Of more bytes than are held: read where they stand, whatever their bytes are, across every step."""
+    """An array that is too large to be kept in memory is read in steps from the file, also if its bytes are stored as
+    text.
+    """
     array = np.random.default_rng(0).integers(0, 256, 3_500_000, np.uint8)
-    array[:2_200_000] %= 128  # so that characters of one and of two bytes stand at the ends of steps
+    array[:2_200_000] %= 128  # so that characters of one byte and of two bytes are at the ends of steps
     found, _ = loadable({"a": array, "w": torch.ones(2)}, tmp_path / "a.pt", SAVE[save])
     assert torch.equal(found["a"], torch.from_numpy(array))
     with ckptconv.open(tmp_path / "out.pt") as out:
@@ -167,7 +175,7 @@ def test_long_arrays(tmp_path: Path, save: str) -> None:
 
 
 def test_subclasses(tmp_path: Path) -> None:
-    """A matrix is a tensor; what has more than an array, such as a mask, is refused."""
+    """A matrix becomes a tensor. Subclasses with more content, such as masked arrays, are refused."""
     matrix = np.arange(4.0).reshape(2, 2).view(np.matrix)
     found, _ = loadable({"m": matrix}, tmp_path / "a.pt")
     assert_same(found["m"], torch.arange(4.0, dtype=torch.float64).reshape(2, 2))
@@ -176,7 +184,7 @@ def test_subclasses(tmp_path: Path) -> None:
 
 
 def test_states_of_generators(tmp_path: Path) -> None:
-    """numpy takes them again, and goes on with the same numbers."""
+    """numpy accepts the converted states of random generators, and draws the same numbers from them."""
     old = np.random.RandomState(1)
     kinds = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
     generators = [np.random.Generator(kind(1)) for kind in kinds]
@@ -199,7 +207,7 @@ def test_states_of_generators(tmp_path: Path) -> None:
 
 
 def test_without_numpy_and_without_torch(tmp_path: Path) -> None:
-    """Neither is imported where no number changes, the proof included."""
+    """Neither numpy nor torch is imported if the numbers keep their bytes."""
     obj = {"a": np.arange(100_000), "s": np.float32(1), "r": np.random.RandomState(0).get_state(), "w": torch.ones(1)}
     torch.save(obj, tmp_path / "a.pt")
     program = (

@@ -1,4 +1,6 @@
-"""``--loadable``: what is left is named at once, with a command that takes it out; hostile files end in errors."""
+"""Tests of the errors of ``--loadable``. The error names all objects that cannot become plain data, with a command that
+leaves them out. Hostile files raise a CkptconvError.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ NAME = f"{__name__.rpartition('.')[0]}.test_table.Odd"
 
 
 class Made:
-    """What a pickle makes of `parts`: a callable, its arguments, and a state."""
+    """An object that is pickled with `parts`: a callable, its arguments, and optionally a state."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
@@ -42,7 +44,7 @@ class Made:
 
 
 def typed(src: Path, dst: Path, **options: Any) -> Any:
-    """The options in the command that the error suggests, in the words of a shell."""
+    """Return the options of the command that the error suggests, as words of a shell."""
     said = suggested(src, dst, **options)
     assert said is not None
     words = [word for flag in said.words() for word in flag]
@@ -50,14 +52,15 @@ def typed(src: Path, dst: Path, **options: Any) -> Any:
 
 
 def suggested(src: Path, dst: Path, **options: Any) -> Any:
-    """The command that the error suggests; nothing is written."""
+    """Return the command that the error suggests, or None. Assert that nothing is written."""
     with pytest.raises(RefusedError, match="cannot be converted to plain data") as caught:
         run(find_request(src, dst, edits_from(loadable=True, **options)))
     assert not dst.exists()
     return command_in(caught.value.hint)
 
 
-#: Files with objects of no table, by where these stand: shared, nested in one another, in tuples, keys and attributes.
+#: Objects that contain instances of unknown classes, and the objects that the suggested command leaves. The instances
+#: are shared, nested, and in tuples, keys and attributes.
 ODD = Odd(a=1)
 INNER = {"deep": Odd(b=2), "n": 1}
 TUPLE = (1, Odd(c=3))
@@ -77,7 +80,9 @@ LEFT: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize("n", range(len(LEFT)))
 def test_the_command_takes_it_all_out(tmp_path: Path, n: int, command: Command) -> None:
-    """Typed as it stands, it converts; what it leaves out is what could not become plain, and what that stands in."""
+    """The suggested command converts the file. It leaves out only the objects that cannot become plain data, and the
+    tuples and objects that contain them.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     obj, expected = LEFT[n]
     torch.save(obj, src)
@@ -88,8 +93,10 @@ def test_the_command_takes_it_all_out(tmp_path: Path, n: int, command: Command) 
     assert_same(torch.load(dst, weights_only=True), expected)
 
 
-def test_paths_are_the_sources(tmp_path: Path, command: Command) -> None:
-    """Names that change in the same conversion are dropped by their old ones, and a select goes before."""
+def test_paths_are_those_of_the_source(tmp_path: Path, command: Command) -> None:
+    """The suggested ``--drop`` uses the paths of the source, also if the conversion selects a part and changes
+    names.
+    """
     obj = {"model": {"module.w": torch.ones(1), "module._extra_state": Odd()}, "rest": Odd()}
     torch.save(obj, tmp_path / "a.pt")
     options = {"select": "model", "strip_prefix": "module."}
@@ -100,7 +107,7 @@ def test_paths_are_the_sources(tmp_path: Path, command: Command) -> None:
 
 
 def test_where_nothing_would_be_left(tmp_path: Path) -> None:
-    """No command that fails: the state dict is named if there is one in what would go."""
+    """If the suggested command would leave nothing, no command is suggested, or ``--state-dict`` for a module."""
     torch.save(Odd(w=torch.ones(2)), tmp_path / "a.pt")
     assert suggested(tmp_path / "a.pt", tmp_path / "b.pt") is None
     torch.save([torch.nn.Linear(2, 2)], tmp_path / "a.pt")
@@ -109,18 +116,18 @@ def test_where_nothing_would_be_left(tmp_path: Path) -> None:
 
 
 def test_what_is_torchs_own_names_the_import(tmp_path: Path) -> None:
-    """DTensors need no plain form, and no drop: torch takes them behind that line."""
+    """A DTensor is refused with a hint about the import after which torch loads it. The hint contains no ``--drop``."""
     save_as_ranks({"w": torch.ones(4, 2)}, tmp_path / "ranks")
     src = tmp_path / "ranks" / "model_world_size_2_rank_0.pt"
     error = refused(RefusedError, "1 object", src, tmp_path / "b.pt", loadable=True)
     assert error.hint == (
         "torch.load(weights_only=True) takes torch.distributed.tensor.DTensor after `import torch.distributed.tensor`"
     )
-    torch.load(src, weights_only=True)  # imported by now
+    torch.load(src, weights_only=True)  # torch.distributed.tensor is imported by now
 
 
-def test_every_reason_is_said(tmp_path: Path) -> None:
-    """All at once, with the path of each."""
+def test_every_reason_is_reported(tmp_path: Path) -> None:
+    """One error names all refused objects with their paths and reasons."""
     torch.save({"a": [Odd()], "b": np.longdouble(1) / 3, "c": len, "w": 1}, tmp_path / "a.pt")
     error = refused(RefusedError, "3 objects", tmp_path / "a.pt", tmp_path / "b.pt", loadable=True)
     assert error.got == (
@@ -129,8 +136,10 @@ def test_every_reason_is_said(tmp_path: Path) -> None:
     )
 
 
-def test_where_it_makes_no_sense(tmp_path: Path) -> None:
-    """In place, and for plain pickles, which torch does not load; safetensors contains only tensors."""
+def test_unsupported_outputs(tmp_path: Path) -> None:
+    """``loadable`` is refused in place and for plain pickles. For safetensors, a note states that the format contains
+    only tensors.
+    """
     src = saved_at(tmp_path / "a.pt", {"w": torch.ones(2)})
     for options in ({"loadable": True}, {"loadable_objects": True}):
         refused_in_place(UsageError, "in_place", src, **options)
@@ -140,7 +149,7 @@ def test_where_it_makes_no_sense(tmp_path: Path) -> None:
 
 
 def test_load_and_save(tmp_path: Path) -> None:
-    """The objects without a file, and a file without an old one."""
+    """`load` and `save` accept ``loadable``. `save` refuses objects that cannot become plain data."""
     obj = {"args": argparse.Namespace(lr=1), "a": np.arange(3, dtype=">i8"), "w": torch.ones(2)}
     plain = {"args": {"lr": 1}, "a": torch.arange(3), "w": torch.ones(2)}
     torch.save(obj, tmp_path / "a.pt")
@@ -152,7 +161,7 @@ def test_load_and_save(tmp_path: Path) -> None:
 
 
 def test_report_and_json(tmp_path: Path, command: Command) -> None:
-    """Each change with its path and how code reads it now; a dry run says the same."""
+    """The report lists each changed object with its path and the code that reads it now. A dry run prints the same."""
     torch.save({"args": argparse.Namespace(lr=1, out=np.float32(2)), "w": torch.ones(1)}, tmp_path / "a.pt")
     said = command.json("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--loadable", "-n")
     assert said["changed"] and said["made_plain"] == [
@@ -166,7 +175,7 @@ def test_report_and_json(tmp_path: Path, command: Command) -> None:
 
 
 def test_with_other_edits(tmp_path: Path) -> None:
-    """What becomes plain is neither cast nor sent away, and keeps all its bytes; the rest is edited as ever."""
+    """Objects that become plain data are neither cast nor moved to a device. Other tensors are edited as usual."""
     obj = {"model": {"module.w": torch.ones(2)}, "a": np.arange(3.0), "r": np.random.RandomState(0).get_state()}
     torch.save(obj, tmp_path / "a.pt")
     options: dict[str, Any] = {"map_location": "cuda", "dtype": "bf16", "strip_prefix": "module.", "compact": True}
@@ -177,11 +186,13 @@ def test_with_other_edits(tmp_path: Path) -> None:
     assert_same(found["a"], torch.arange(3.0, dtype=torch.float64))
 
 
-@pytest.mark.filterwarnings("ignore")  # of protocols, and of what the objects are
+@pytest.mark.filterwarnings("ignore")  # warnings about pickle protocols and about deprecated objects
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize("name", zoo.ZOO)
-def test_everything_that_people_save(tmp_path: Path, name: str, protocol: int) -> None:
-    """What torch's safe loader takes is what it was; the rest loads, or is refused by path."""
+def test_the_zoo(tmp_path: Path, name: str, protocol: int) -> None:
+    """A checkpoint that torch loads with ``weights_only=True`` keeps its content. Any other is made loadable or
+    refused.
+    """
     if protocol < zoo.NEEDS_PROTOCOL.get(name, 2):
         pytest.skip("needs a newer protocol")
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
@@ -208,16 +219,16 @@ NDARRAY = (_reconstruct, (np.ndarray, (0,), b"b"))
 
 
 def array(*state: Any) -> Made:
-    """An array whose state is said so."""
+    """Return an array with the pickled state `state`."""
     return Made(*NDARRAY, state)
 
 
 def dtype(name: str, *state: Any) -> Made:
-    """A dtype that is said so."""
+    """Return a dtype with the name `name` and the pickled state `state`."""
     return Made(np.dtype, (name, False, True), (3, *state, -1, 0))
 
 
-#: Objects that claim what is not so.
+#: Objects whose pickled state is invalid.
 LIES: dict[str, Any] = {
     "too few bytes": array(1, (3,), F4, False, b"12345678"),
     "too many bytes": array(1, (1,), F4, False, b"12345678"),
@@ -256,7 +267,9 @@ LIES: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", LIES)
 def test_lies(tmp_path: Path, what: str) -> None:
-    """A typed error that names the object, nothing written, and a command that takes it out."""
+    """An object with an invalid state is refused with its path, nothing is written, and the error suggests a command
+    without the object.
+    """
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.save({"lie": LIES[what], "w": torch.ones(1)}, src)
     words = typed(src, dst)
@@ -265,8 +278,8 @@ def test_lies(tmp_path: Path, what: str) -> None:
     assert_same(torch.load(dst, weights_only=True), {"w": torch.ones(1)})
 
 
-def test_little_that_says_much(tmp_path: Path) -> None:
-    """Shapes and shared bytes cannot ask for more than the file has."""
+def test_small_files_with_large_contents(tmp_path: Path) -> None:
+    """A small file that describes a huge array, or uses the same bytes in many arrays, is refused with a LimitError."""
     many = np.zeros((10**9, 0), "U1")
     with pytest.raises(LimitError, match="far more bytes"):
         loadable({"a": many}, tmp_path / "a.pt")
@@ -278,7 +291,7 @@ def test_little_that_says_much(tmp_path: Path) -> None:
 
 @pytest.mark.untraced
 def test_many_objects(tmp_path: Path) -> None:
-    """Twenty thousand of them, shared and not."""
+    """A file with 20,001 objects, some of them shared, is converted."""
     same = argparse.Namespace(x=1)
     obj = [argparse.Namespace(n=n, same=same, f=np.float64(n)) for n in range(10_000)]
     found, made = loadable(obj, tmp_path / "a.pt")
@@ -288,13 +301,13 @@ def test_many_objects(tmp_path: Path) -> None:
 
 
 def test_many_refused_objects(tmp_path: Path) -> None:
-    """The command names what they stand in, and is short."""
+    """If many objects in one container are refused, the suggested command drops the container."""
     torch.save({"a": [Odd() for _ in range(3000)], "w": 1}, tmp_path / "a.pt")
     assert typed(tmp_path / "a.pt", tmp_path / "b.pt") == ["--loadable", "--drop", "a"]
 
 
-def test_objects_in_one_another(tmp_path: Path) -> None:
-    """Nested as deep as anything may be; deeper, an error of the limit."""
+def test_nested_objects(tmp_path: Path) -> None:
+    """300 nested objects are converted."""
     obj: Any = 1
     for _ in range(300):
         obj = argparse.Namespace(x=obj)
@@ -304,8 +317,8 @@ def test_objects_in_one_another(tmp_path: Path) -> None:
     assert found == {"x": 1}
 
 
-def test_what_is_dangerous_is_no_data(tmp_path: Path) -> None:
-    """It is refused, also where other objects become dicts; nothing is called."""
+def test_dangerous_calls_are_refused(tmp_path: Path) -> None:
+    """Dangerous calls are refused, also by ``loadable_objects``, and are never executed."""
     mark = tmp_path / "mark"
     for made in (Made(os.system, (f"touch {mark}",)), Made(getattr, (Odd, "a"))):
         torch.save({"o": made, "w": 1}, tmp_path / "a.pt")
@@ -315,8 +328,8 @@ def test_what_is_dangerous_is_no_data(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_dicts_of_objects_are_advised_only_where_they_help(tmp_path: Path) -> None:
-    """``--loadable`` names ``--loadable-objects`` where that would refuse nothing, and not for a dangerous call."""
+def test_loadable_objects_is_suggested_only_if_it_helps(tmp_path: Path) -> None:
+    """The error of ``loadable`` suggests ``loadable_objects`` only if that would convert the file."""
     bad = Made(os.system, (f"touch {tmp_path / 'mark'}",))
     for obj, helps in (({"o": Odd()}, True), ({"b": bad}, False), ({"o": Odd(), "b": bad}, False)):
         torch.save({"w": torch.ones(1), **obj}, tmp_path / "a.pt")
@@ -327,14 +340,14 @@ def test_dicts_of_objects_are_advised_only_where_they_help(tmp_path: Path) -> No
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_dict_with_what_it_is_made_of(tmp_path: Path) -> None:
-    """Items that a defaultdict is called with are not lost."""
+def test_a_defaultdict_with_items_as_arguments(tmp_path: Path) -> None:
+    """The items of a defaultdict that are arguments of its call are kept."""
     made = Made(collections.defaultdict, (list, {"a": 1}))
     assert_same(loadable({"d": made}, tmp_path / "a.pt")[0], {"d": {"a": 1}})
 
 
-def test_what_cannot_be_proved_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof is asked of the very file that would be written."""
+def test_an_unproved_output_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the output cannot be proved to load, nothing is written."""
     torch.save({"a": np.arange(3), "w": torch.ones(1)}, tmp_path / "long.pt")
     monkeypatch.setattr("ckptconv.safety.torch_load._LONGEST_NAME", 3)
     refused(RefusedError, "cannot be proved", tmp_path / "long.pt", tmp_path / "b.pt", loadable=True)

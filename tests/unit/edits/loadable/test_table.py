@@ -1,4 +1,6 @@
-"""``--loadable``: each row of the table, compared with the object itself, as torch's safe loader gives it back."""
+"""Tests of the table of ``--loadable``. For each row, torch loads the plain data with ``weights_only=True``, and it is
+compared with the original object.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,11 @@ Save = Callable[[Any, Path], None]
 
 
 def save_pickle(obj: Any, path: Path) -> None:
-    """As ``pickle.dump`` writes it, in the newest protocol."""
+    """Write `obj` to `path` with ``pickle.dumps`` in protocol 5."""
     path.write_bytes(pickle.dumps(obj, 5))
 
 
-#: How files are written: torch's two formats, the same in the newest protocol, and a plain pickle.
+#: Functions that write a file: torch's two formats, the first one in protocol 5, and a plain pickle.
 SAVE: dict[str, Save] = {
     "zip": torch.save,
     "protocol 5": lambda obj, path: torch.save(obj, path, pickle_protocol=5),
@@ -46,7 +48,9 @@ SAVE: dict[str, Save] = {
 
 
 def loadable(obj: Any, path: Path, save: Save = torch.save, **options: Any) -> tuple[Any, list[tuple[str, str, str]]]:
-    """What torch's safe loader gives for `obj`, saved at `path` and made loadable; and what became what, where."""
+    """Save `obj` at `path` and make the file loadable. Return the object that torch loads from the output, and the
+    converted objects with their old and new kinds.
+    """
     save(obj, path)
     out = path.with_name("out.pt")
     report = ckptconv.convert(path, out, force=True, **{"loadable": True, **options})
@@ -55,11 +59,11 @@ def loadable(obj: Any, path: Path, save: Save = torch.save, **options: Any) -> t
 
 
 def a_class(monkeypatch: pytest.MonkeyPatch, full: str, *bases: type, **body: Any) -> Any:
-    """A class that is called as one of a package that is not installed here."""
+    """Create a class of a package that is not installed, and install its modules. Return the class."""
     module, _, name = full.rpartition(".")
     cls = type(name, bases, {"__module__": module, **body})
     packages = module.split(".")
-    for n in range(1, len(packages)):  # which are imported first
+    for n in range(1, len(packages)):  # parent packages are imported first
         parent = ".".join(packages[:n])
         monkeypatch.setitem(sys.modules, parent, sys.modules.get(parent, types.ModuleType(parent)))
     made = types.ModuleType(module)
@@ -69,12 +73,12 @@ def a_class(monkeypatch: pytest.MonkeyPatch, full: str, *bases: type, **body: An
 
 
 def state_of(state: np.random.RandomState) -> Any:
-    """What ``set_state`` takes, with a list for the array."""
+    """Return the dict that ``set_state`` accepts, with a list instead of the array."""
     said = state.get_state(legacy=False)
     return {**said, "state": {**said["state"], "key": said["state"]["key"].tolist()}}
 
 
-#: Objects of Python, torch and numpy, and what they become.
+#: Objects of Python, torch and numpy, and the plain data that they become.
 PLAIN: list[tuple[Any, Any]] = [
     (argparse.Namespace(lr=0.1, tags=["a"], sub=argparse.Namespace(x=1)), {"lr": 0.1, "tags": ["a"], "sub": {"x": 1}}),
     (types.SimpleNamespace(b=None, a=True), {"b": None, "a": True}),
@@ -107,7 +111,7 @@ PLAIN: list[tuple[Any, Any]] = [
     (np.random.RandomState(0), state_of(np.random.RandomState(0))),
     (np.float32, "float32"), (np.bool_, "bool"), (np.uint8, "uint8"),
 ]  # a table  # fmt: skip
-#: What torch's safe loader takes, and stays.
+#: Objects that torch loads with ``weights_only=True``. They are not changed.
 STAYS: list[Any] = [
     None, True, 1, 1.5, "a", b"ab", (1,), [2], {3: 4}, {5}, 1j, bytearray(b"x"), OrderedDict(a=1), Counter("aab"),
     torch.Size([2]), torch.device("cuda:1"), torch.float32, torch.nn.Parameter(torch.ones(2)),
@@ -116,7 +120,9 @@ STAYS: list[Any] = [
 
 @pytest.mark.parametrize("save", SAVE)
 def test_every_object_becomes_plain(tmp_path: Path, save: str) -> None:
-    """With its exact value; what torch takes stays, and is not named."""
+    """Every kind of object becomes plain data with its exact value. Objects that torch loads anyway are not changed and
+    not reported.
+    """
     found, made = loadable([*(old for old, _ in PLAIN), *STAYS], tmp_path / "a.pt", SAVE[save])
     assert_same(found[: len(PLAIN)], [new for _, new in PLAIN])
     assert_same(found[len(PLAIN) :], STAYS)
@@ -126,7 +132,7 @@ def test_every_object_becomes_plain(tmp_path: Path, save: str) -> None:
 
 @pytest.mark.parametrize("generator", [np.random.MT19937, np.random.PCG64])
 def test_random_states_draw_the_same(tmp_path: Path, generator: Any) -> None:
-    """Whatever their generator; a Generator has a seed sequence beside its state, and is refused."""
+    """A converted RandomState draws the same numbers. A Generator also has a seed sequence, and is refused."""
     state = np.random.RandomState(generator(3))
     state.standard_normal(3)
     found, _ = loadable({"rng": state}, tmp_path / "a.pt")
@@ -138,8 +144,8 @@ def test_random_states_draw_the_same(tmp_path: Path, generator: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The 'generic' unit")
-def test_texts_of_dtypes_are_what_numpy_reads() -> None:
-    """The text of a dtype makes the same dtype; that of a type the same type."""
+def test_numpy_reads_the_texts_of_dtypes_and_times() -> None:
+    """The text of a dtype, scalar type or time gives the same dtype, type or time in numpy."""
     for old, new in PLAIN:
         if isinstance(old, np.dtype):
             assert np.dtype(new) == old
@@ -154,7 +160,9 @@ MAPPINGS = next(row for row in ROWS if row.title == "dict with attributes").clas
 
 @pytest.mark.parametrize("full", MAPPINGS)
 def test_dicts_with_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
-    """Dicts of their items, whatever way their class keeps them as attributes too."""
+    """A dict with attributes becomes a dict of its items, if its attributes are equal to its items, are markers, or are
+    the dict itself.
+    """
     cls = a_class(monkeypatch, full, dict)
     items = {"lr": 0.1, "sub": [1], 3: None}
     bare, twice, itself = cls(items), cls(items), cls(items)
@@ -166,7 +174,7 @@ def test_dicts_with_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_mappings_that_are_called_with_their_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As mmengine pickles its own."""
+    """A dict whose class is called with the items, as mmengine pickles it, becomes a dict."""
     cls = a_class(
         monkeypatch, "mmengine.config.config.ConfigDict", dict, __reduce_ex__=lambda self, _: (cls, ({**self},))
     )
@@ -174,8 +182,8 @@ def test_mappings_that_are_called_with_their_items(tmp_path: Path, monkeypatch: 
     assert_same(found, {"cfg": {"a": 1, "b": {"c": 2}}})
 
 
-def test_attributes_that_are_no_items_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dict that says something else in its attributes is refused."""
+def test_attributes_that_are_not_items_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dict with an attribute that is not one of its items is refused."""
     made = a_class(monkeypatch, "munch.Munch", dict)(a=1)
     made.__dict__["b"] = 2
     with pytest.raises(ckptconv.errors.RefusedError, match="its attribute b is not one of its items"):
@@ -184,7 +192,9 @@ def test_attributes_that_are_no_items_are_not_lost(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture
 def omegaconf(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
-    """A function that keeps something as OmegaConf does: nodes that know their parents, and much about each."""
+    """Return a function that converts data to containers like those of OmegaConf: nodes with their parents and
+    metadata.
+    """
     names = ("dictconfig.DictConfig", "listconfig.ListConfig", "nodes.AnyNode", "base.Metadata")
     mapping, sequence, node, about = (a_class(monkeypatch, f"omegaconf.{name}", object) for name in names)
 
@@ -205,7 +215,9 @@ def omegaconf(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
 
 
 def test_omegaconf(tmp_path: Path, omegaconf: Callable[[Any], Any]) -> None:
-    """Dicts and lists of the values. An interpolation stays text, and is named; a path in it becomes one too."""
+    """OmegaConf containers become dicts and lists of the values. An interpolation stays a text and is reported. A path
+    becomes a text.
+    """
     content = {"lr": 0.1, "l": [1, "${lr}", {"n": None}], "missing": "???", 3: pathlib.PurePosixPath("a/b")}
     found, made = loadable({"cfg": omegaconf(content)}, tmp_path / "a.pt")
     assert_same(found, {"cfg": {"lr": 0.1, "l": [1, "${lr}", {"n": None}], "missing": "???", 3: "a/b"}})
@@ -214,7 +226,7 @@ def test_omegaconf(tmp_path: Path, omegaconf: Callable[[Any], Any]) -> None:
 
 
 def test_shared_objects_stay_shared(tmp_path: Path) -> None:
-    """One namespace in two places is one dict, one array one tensor; the rest of the file is what it was."""
+    """Shared objects are shared after the conversion, and ties and other objects are not changed."""
     args, array, weight = argparse.Namespace(lr=1), np.arange(4.0), torch.ones(2, 3)
     obj = {"a": args, "b": [args, array], "c": array, "tied": {"v": weight[0], "w": weight}, "n": OrderedDict(x=1)}
     obj["n"]._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
@@ -224,8 +236,8 @@ def test_shared_objects_stay_shared(tmp_path: Path) -> None:
     assert_same(found, {**obj, "a": plain, "b": [plain, tensor], "c": tensor})
 
 
-def test_what_holds_itself_still_does(tmp_path: Path) -> None:
-    """A namespace, a defaultdict and an array of objects that hold themselves."""
+def test_objects_that_contain_themselves(tmp_path: Path) -> None:
+    """A namespace, a defaultdict and an array of objects may contain themselves."""
     args: Any = argparse.Namespace(lr=1)
     args.me = args
     known: Any = defaultdict(list)
@@ -239,7 +251,9 @@ def test_what_holds_itself_still_does(tmp_path: Path) -> None:
 
 
 def test_keys_and_members(tmp_path: Path) -> None:
-    """Numbers and texts they can be; sets they cannot, nor one where there were two."""
+    """Keys and members of sets may become numbers and texts. The conversion is refused if a key would become a set, or
+    if two keys or members would become equal.
+    """
     found, _ = loadable({np.int64(1): "a", pathlib.PurePosixPath("x"): {np.int64(2), "b"}}, tmp_path / "a.pt")
     assert found == {1: "a", "x": {2, "b"}}
     for obj, words in (
@@ -253,14 +267,16 @@ def test_keys_and_members(tmp_path: Path) -> None:
 
 
 class Odd:
-    """An object of a class that stands in no table."""
+    """An object of a class that is not in the table."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
 
 
-def test_other_objects_if_asked_for(tmp_path: Path) -> None:
-    """Dicts that name their class, and say what the pickle says; classes themselves by name."""
+def test_loadable_objects(tmp_path: Path) -> None:
+    """``loadable_objects`` converts other objects to dicts with the name of their class, and classes to dicts with
+    their name. A result of a call such as range is refused.
+    """
     obj = {"o": Odd(a=1, w=torch.ones(2)), "kind": Odd, "done": range(1, 3)}
     with pytest.raises(ckptconv.errors.RefusedError, match=r"range at done"):
         loadable(obj, tmp_path / "a.pt", loadable_objects=True)
@@ -271,22 +287,24 @@ def test_other_objects_if_asked_for(tmp_path: Path) -> None:
     assert [path for path, _, _ in made] == ["o", "kind"]
 
 
-def test_objects_keep_their_own_words(tmp_path: Path) -> None:
-    """An attribute that is called as what says the class is not overwritten."""
+def test_reserved_names(tmp_path: Path) -> None:
+    """An attribute with a reserved name is not overwritten. The object is refused."""
     with pytest.raises(ckptconv.errors.RefusedError, match="a reserved name, such as __class__"):
         loadable({"o": Odd(__args__=1), "w": 1}, tmp_path / "a.pt", loadable_objects=True)
 
 
 def test_nothing_to_do(tmp_path: Path, command: Command) -> None:
-    """A note, and the output is the input."""
+    """If all objects are plain data already, the report contains a note."""
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     command("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--loadable", err="plain data already")
 
 
 @pytest.mark.parametrize("how", ["loadable", "loadable_objects"])
 @pytest.mark.parametrize("save", ["zip", "legacy"])
-def test_what_is_plain_is_not_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str, how: str) -> None:
-    """Of a model and its optimizer no object is looked at, and the output is the same as if all were."""
+def test_plain_objects_are_not_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str, how: str) -> None:
+    """The objects of a model and its optimizer are not expanded if they are plain already. The output is the same as if
+    they were.
+    """
     edits: Any = {how: True}
     net = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(net.parameters())
@@ -303,7 +321,7 @@ def test_what_is_plain_is_not_taken_apart(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_docs_have_the_same_table() -> None:
-    """Each row, its classes and its words."""
+    """The documentation contains every row of the table with its classes and texts."""
     for row in (*ROWS, NUMPY_TYPE, OTHER):
         assert f"| {row.title} |" in DOC and f"| {row.plain} | {row.why} |" in DOC, row.title
     for name in {name.rpartition(".")[2].lstrip("_") for name in (*BY_CLASS, *NUMPY_TYPES)}:

@@ -1,4 +1,4 @@
-"""A file that is like one that was read is read as if it were the first."""
+"""Files of chunks. A file that is like an earlier one is not parsed again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def window(raw: bytes) -> SliceSource:
 
 
 def answer(files: ChunkFiles, raw: bytes) -> object:
-    """What is read of `raw`, or why it is not."""
+    """Return the facts that `files` reads of `raw`, or the error message."""
     try:
         file = files.read(window(raw))
     except InputError as error:
@@ -40,7 +40,7 @@ def answer(files: ChunkFiles, raw: bytes) -> object:
 
 
 def converted(tensor: torch.Tensor, folder: Path) -> bytes:
-    """The file of a chunk that ckptconv writes for `tensor`, in which no record has a data descriptor."""
+    """Return the chunk file that ckptconv writes for `tensor`. No record of this file has a data descriptor."""
     torch.save({"w": tensor}, folder / "w.pt")
     convert(folder / "w.pt", folder / "dcp", format="dcp", force=True)
     return (folder / "dcp" / "__0_0.distcp").read_bytes()
@@ -48,9 +48,7 @@ def converted(tensor: torch.Tensor, folder: Path) -> bytes:
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_parsed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ours: bool) -> None:
-    """Tensors of one shape and dtype are parsed once, those of others on their own; each
-    has its own bytes and its own checksum.
-    """
+    """Files with the same shape and dtype are parsed once. Each tensor has its own bytes and its own checksum."""
     parsed = []
     read = torch_zip.read
     files = ChunkFiles()
@@ -72,8 +70,8 @@ def test_parsed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ours: bool
 @pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.parametrize("ours", [False, True])
-def test_every_change_is_seen(tmp_path: Path, ours: bool) -> None:
-    """With any byte changed, the answer is the one that there is without having read another file before."""
+def test_every_changed_byte_is_noticed(tmp_path: Path, ours: bool) -> None:
+    """If any byte of a file is changed, the result is the same as if no other file had been read before."""
     tensors = torch.arange(4.0), torch.ones(4)
     raw, other = (converted(tensor, tmp_path) if ours else saved(tensor) for tensor in tensors)
     for i in sampled(range(len(raw))):
@@ -90,17 +88,17 @@ def test_every_change_is_seen(tmp_path: Path, ours: bool) -> None:
     "tensor",
     [torch.ones(4), torch.ones(0), torch.ones(4).to_sparse(), {"a": 1}, torch.ones(5)[1:], torch.ones(2, 2).t()],
 )
-def test_whatever_there_is(tensor: Any, crc32: bool) -> None:
-    """Files of all kinds, with and without checksums, are read the second time as the first."""
+def test_reading_again(tensor: Any, crc32: bool) -> None:
+    """Files of all kinds, with and without checksums, give the same result when they are read again."""
     with nullcontext() if crc32 else without_crc32():
         raw = saved(tensor)
     files = ChunkFiles()
     assert answer(files, raw) == answer(files, raw) == answer(ChunkFiles(), raw)
 
 
-def test_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of files of one size some are remembered, so that a folder without two that are
-    alike costs no more than it has to.
+def test_number_of_remembered_files_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of files that are remembered for each size is bounded, so a folder without similar files needs little
+    extra work.
     """
     monkeypatch.setattr(chunk_files, "_MOST", 2)
     files = ChunkFiles()

@@ -1,4 +1,4 @@
-"""Chunks of distributed tensors: they cover the whole exactly once, and rows are not copied."""
+"""Chunks of distributed tensors: whether they cover a tensor, and the pieces that they become."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ HERE = Path("here")
 
 
 @given(st.integers(0, 10**9))
-def test_chunks_that_were_cut_cover_and_others_do_not(seed: int) -> None:
-    """Whatever cuts make covers the whole; with a chunk less, one more, or one moved it
-    is covered only if counting says so.
+def test_coverage_of_random_chunks(seed: int) -> None:
+    """Chunks that are cut from a tensor cover it. If a chunk is removed, repeated or moved, they are accepted only if
+    they contain each element exactly once.
     """
     chance = Random(seed)
     shape = tuple(chance.randrange(1, 6) for _ in range(1 + chance.randrange(3)))
@@ -50,7 +50,7 @@ def test_chunks_that_were_cut_cover_and_others_do_not(seed: int) -> None:
 
 
 def test_far_offsets_take_no_longer() -> None:
-    """A few bytes of a pickle are an offset of 62 bits, so the work for a chunk does not depend on the offset."""
+    """The work for a chunk does not depend on its offset. An offset of 62 bits needs only a few bytes of a pickle."""
 
     def seconds(unit: int) -> float:
         chunks = [Chunk((i * unit + unit // 3,) * 20, (unit,) * 20) for i in range(1000)]
@@ -62,9 +62,9 @@ def test_far_offsets_take_no_longer() -> None:
     assert min(seconds(1 << 50) for _ in range(3)) < 3.5 * min(seconds(1) for _ in range(3))
 
 
-def test_rows_stay_where_they_are() -> None:
-    """Parts that stand in the order of the elements are not put together; columns are, and so are parts whose own
-    elements are in another order.
+def test_rows_are_concatenated() -> None:
+    """Chunks in the order of the elements are concatenated. Columns are assembled, and so are chunks whose own elements
+    are in another order.
     """
     whole, chance = torch.arange(24.0).view(4, 6), Random(1)
     rows, columns = [Chunk((0, 0), (3, 6)), Chunk((3, 0), (1, 6))], [Chunk((0, 0), (4, 1)), Chunk((0, 1), (4, 5))]

@@ -1,5 +1,5 @@
-"""Folders of torch.distributed.checkpoint: what comes out is what torch's own conversion makes, and
-what the run had.
+"""Folders of torch.distributed.checkpoint. The output equals that of torch's own conversion and the state of
+the run.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from tests.support.no_files import NO_FILES
 from tests.support.reduced import Reduced
 from tests.support.writers import ALONE, distributed
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
+pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # a warning of torch
 
 
 def saved(path: Path, state: dict[str, Any]) -> Path:
-    """`state` as one process saves it, in the folder `path`."""
+    """Save `state` with one process in the folder `path`, and return the folder."""
     return distributed(state, path)
 
 
@@ -52,13 +52,13 @@ def opened(path: Path) -> Iterator[Checkpoint]:
 
 
 def by_torch(folder: Path, tmp_path: Path) -> Any:
-    """What torch makes of `folder`."""
+    """Return the result of torch's own conversion of `folder`."""
     dcp_to_torch_save(folder, tmp_path / "torch.pt")
     return torch.load(tmp_path / "torch.pt", weights_only=False)
 
 
 def first_range(data: Any) -> ByteRange:
-    """A range of bytes that `data` is made of."""
+    """Return a range of bytes that is part of `data`."""
     if isinstance(data, Concat):
         data = data.parts[0]
     elif isinstance(data, Assemble):
@@ -68,7 +68,7 @@ def first_range(data: Any) -> ByteRange:
 
 
 def damaged(folder: Path, name: str, target: Path) -> Path:
-    """`folder`, copied to `target`, with one bit of the tensor `name` turned round."""
+    """Copy `folder` to `target`, flip one bit of the tensor `name` in the copy, and return `target`."""
     shutil.copytree(folder, target)
     for checkpoint in opened(target):
         storage = checkpoint.tensors[name].storage
@@ -79,7 +79,7 @@ def damaged(folder: Path, name: str, target: Path) -> Path:
 
 
 def assert_tensors(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """The tensors of `wanted`, whole and in row-major order."""
+    """Check that `found` contains the tensors of `wanted`, complete and in row-major order."""
     for name, whole in wanted.items():
         assert_same(found[name], whole.contiguous())
 
@@ -89,9 +89,9 @@ MESH = {name: whole for name, (whole, _) in dcp_ranks.MESH.items()}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows", "threads", "mesh", "files"])
-def test_comes_out_as_torch_makes_it(ranks: Path, tmp_path: Path, dst: Path, name: str) -> None:
-    """The file is what dcp_to_torch_save writes: nesting, order of keys, types, values, layout, whatever the number of
-    files and the way in which tensors were spread.
+def test_output_equals_that_of_torch(ranks: Path, tmp_path: Path, dst: Path, name: str) -> None:
+    """The output equals that of ``dcp_to_torch_save`` in nesting, order of keys, types, values and layout. The number
+    of files and the distribution of the tensors do not matter.
     """
     report = ckptconv.convert(ranks / name, dst, verify=True)
     assert report.formats == ("DCP", "torch zip") and not report.left_behind
@@ -100,8 +100,9 @@ def test_comes_out_as_torch_makes_it(ranks: Path, tmp_path: Path, dst: Path, nam
 
 
 def test_what_torch_2_15_writes(tmp_path: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state of TensorProperties has a sixth item, strides: the folder is sound, and converts as others do. Of a
-    seventh item ``verify`` says that it is not known, and checks the other items all the same.
+    """In torch 2.15, the state of TensorProperties has a sixth item for the strides, and the folder is converted like
+    any other. A state with more items is refused. ``verify`` reports such a state as unknown and checks the other
+    items.
     """
     state = TensorProperties.__getstate__
     with monkeypatch.context() as patch:
@@ -120,7 +121,9 @@ def test_what_torch_2_15_writes(tmp_path: Path, dst: Path, monkeypatch: pytest.M
 
 @pytest.mark.skipif(not hasattr(dcp_of_torch, "CheckpointableTensor"), reason="this torch has no such tensors")
 def test_a_tensor_that_is_several_shards(tmp_path: Path, dst: Path) -> None:
-    """Since torch 2.15 a plain tensor can say which parts of it are which parts of a whole."""
+    """Since torch 2.15, a plain tensor can contain several shards of a complete tensor, which is assembled from
+    them.
+    """
     local: Any = torch.arange(48.0).view(8, 6)
     local.global_shape, local.global_offsets = (6, 6), ((0, 0), (4, 0))
     local.local_offsets, local.local_sizes = ((0, 0), (5, 0)), ((4, 6), (2, 6))
@@ -128,9 +131,9 @@ def test_a_tensor_that_is_several_shards(tmp_path: Path, dst: Path) -> None:
     assert torch.equal(converted(folder, dst)["w"], torch.cat([local[:4], local[5:7]]))
 
 
-def test_values_are_those_of_the_run(ranks: Path, dst: Path) -> None:
-    """Tensors are what they were before they were spread: by rows, unevenly, over two
-    dimensions, out of order; and objects are kept.
+def test_values_equal_those_of_the_run(ranks: Path, dst: Path) -> None:
+    """Tensors have the values that they had before they were distributed by rows, unevenly, over two dimensions, or out
+    of order. Objects are kept.
     """
     rows = converted(ranks / "rows", dst)
     assert_tensors(rows["state_dict"], dcp_ranks.ROWS)
@@ -143,7 +146,7 @@ def test_values_are_those_of_the_run(ranks: Path, dst: Path) -> None:
 
 
 def test_to_safetensors(ranks: Path, safe: Path) -> None:
-    """The state dict of a folder becomes a safetensors file like any other; what that cannot hold is named."""
+    """The state dict of a folder becomes a safetensors file. The report names the objects that are left behind."""
     report = ckptconv.convert(ranks / "rows", safe)
     found = loaded(safe)
     assert found.keys() == dcp_ranks.ROWS.keys()
@@ -153,22 +156,24 @@ def test_to_safetensors(ranks: Path, safe: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_casts_what_it_assembles(ranks: Path, tmp_path: Path, suffix: str) -> None:
-    """--dtype rounds tensors while they are put together, in both formats, as torch rounds them whole."""
+def test_casts_of_assembled_tensors(ranks: Path, tmp_path: Path, suffix: str) -> None:
+    """``--dtype`` rounds tensors that are assembled from chunks as torch rounds the complete tensors, in both
+    formats.
+    """
     found = converted(ranks / "mesh", tmp_path / f"out.{suffix}", dtype="bf16", verify=True)
     assert_tensors(found, {name: whole if whole.is_complex() else whole.bfloat16() for name, whole in MESH.items()})
 
 
 @pytest.mark.parametrize(("format_", "suffix"), [("legacy", "pt"), ("pickle", "pkl")])
 def test_other_formats_of_torch(ranks: Path, tmp_path: Path, format_: str, suffix: str) -> None:
-    """The formats without checksums are written, and what they hold is the same."""
+    """The output contains the same tensors in the formats without checksums."""
     path = tmp_path / f"out.{suffix}"
     ckptconv.convert(ranks / "mesh", path, format=format_, verify=True)  # type: ignore[arg-type]
     assert_tensors(ckptconv.load(path), MESH)
 
 
-def test_loads_without_being_written(ranks: Path) -> None:
-    """load() and open() give the tensors of a folder, put together or not."""
+def test_load_and_open(ranks: Path) -> None:
+    """``load`` and ``open`` return the tensors of a folder, whether they have to be assembled or not."""
     assert_tensors(ckptconv.load(ranks / "mesh"), MESH)
     with ckptconv.open(ranks / "rows") as file:
         assert_same(file.load("state_dict/model.embed.weight"), dcp_ranks.ROWS["model.embed.weight"])
@@ -184,9 +189,9 @@ def test_edits(ranks: Path, dst: Path) -> None:
     assert "two.weight" in found["state_dict"] and "embed.weight" not in found["state_dict"]
 
 
-def test_same_folders_differ_in_nothing(ranks: Path) -> None:
-    """diff reads folders: two ways of saving one checkpoint are the same, whether
-    its tensors stand in one piece or not.
+def test_diff_of_the_same_checkpoint(ranks: Path) -> None:
+    """``diff`` finds no difference between two folders of the same checkpoint, even if its tensors are cut in other
+    ways.
     """
     assert ckptconv.diff(ranks / "mesh", ranks / "files").same
     assert ckptconv.diff(ranks / "rows", ranks / "threads").same
@@ -194,15 +199,15 @@ def test_same_folders_differ_in_nothing(ranks: Path) -> None:
 
 
 def test_rows_are_copied_and_columns_assembled(ranks: Path) -> None:
-    """A tensor in one chunk is a range of its file, one cut into rows several; only what is
-    cut otherwise has to be put together.
+    """A tensor in one chunk is a range of its file, and a tensor in rows is several ranges. Other tensors are
+    assembled.
     """
     for checkpoint in opened(ranks / "rows"):
         tensors = {path.rpartition("/")[2]: info for path, info in checkpoint.tensors.items()}
         kinds = {name: type(info.storage.data) for name, info in tensors.items() if info.storage}
         filled = [storage.data for storage in checkpoint.storages.values() if storage.nbytes]
         ranges = [data for data in filled if isinstance(data, ByteRange)]
-        # which the kernel copies from file to file
+        # The kernel copies these ranges from file to file.
         assert len(ranges) > 10 and all(data.source.fd >= 0 for data in ranges)
     assert {kinds[name] for name in ("model.embed.weight", "model.two.weight", "model.half.weight")} == {Concat}
     assert {kinds[name] for name in ("model.one.bias", "plain", "scalar", "step")} == {ByteRange}
@@ -214,7 +219,7 @@ def test_rows_are_copied_and_columns_assembled(ranks: Path) -> None:
 
 
 def test_rows_need_no_torch(ranks: Path, dst: Path) -> None:
-    """Neither looking at a folder nor copying rows imports torch."""
+    """``inspect``, and a conversion that copies rows, do not import torch."""
     run_without_torch(
         "import ckptconv; ckptconv.inspect(sys.argv[1]);"
         "ckptconv.convert(sys.argv[1], sys.argv[2], select='state_dict', exclude='*kernel')",
@@ -224,8 +229,8 @@ def test_rows_need_no_torch(ranks: Path, dst: Path) -> None:
 
 
 def test_checksums_of_chunks_become_those_of_tensors(ranks: Path, tmp_path: Path, dst: Path) -> None:
-    """The checksum of a tensor in rows is computed from those of its chunks, which no byte is
-    read for; so damage is carried on as damage.
+    """The checksum of a tensor in rows is computed from the checksums of its chunks, without reading the data. Damaged
+    data is therefore copied with a checksum that does not match. A conversion that reads the data reports the damage.
     """
     folder = damaged(ranks / "rows", "state_dict/model.embed.weight", tmp_path / "dcp")
     for checkpoint in opened(folder):
@@ -239,16 +244,16 @@ def test_checksums_of_chunks_become_those_of_tensors(ranks: Path, tmp_path: Path
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}])
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_damage_to_what_is_assembled_is_found(
+def test_damage_in_assembled_tensors_is_found(
     ranks: Path, tmp_path: Path, suffix: str, options: dict[str, str]
 ) -> None:
-    """Each chunk of a tensor that is put together is checked against its own checksum."""
+    """Each chunk of an assembled tensor is compared with its own checksum."""
     folder = damaged(ranks / "mesh", "rows and columns", tmp_path / "dcp")
     refused(MalformedError, "checksum", folder, tmp_path / f"out.{suffix}", **options)
 
 
 def test_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists of tensors longer than what is appended at once, and lists in lists, come back in order."""
+    """Lists that are longer than a batch of appended items, and nested lists, keep their order."""
     monkeypatch.setattr(graph, "AT_ONCE", 3)
     state = {"list": [torch.full((2,), float(i)) for i in range(10)], "deep": [[torch.ones(1)], [torch.zeros(1), 5]]}
     folder = saved(tmp_path / "dcp", state)
@@ -256,9 +261,9 @@ def test_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(ckptconv.load(folder)["deep"], state["deep"])
 
 
-def test_what_was_not_saved_in_lists_is_none(tmp_path: Path, dst: Path) -> None:
-    """An empty dict in a list has nothing to be saved for; None stands there, and a note says so. torch's own
-    conversion fails on it.
+def test_list_elements_without_a_saved_value_become_none(tmp_path: Path, dst: Path) -> None:
+    """An empty dict in a list has no saved value. The element becomes None, and a note reports it. Torch's own
+    conversion fails with such a list.
     """
     folder = saved(tmp_path / "dcp", {"list": [{}, torch.ones(1), {}, torch.zeros(1)]})
     report = ckptconv.convert(folder, dst)
@@ -267,7 +272,7 @@ def test_what_was_not_saved_in_lists_is_none(tmp_path: Path, dst: Path) -> None:
 
 
 def test_flat_names_stay_flat(tmp_path: Path) -> None:
-    """A planner that flattened nothing left no paths: names are keys."""
+    """A planner that does not flatten the state dict stores no paths, so the names are keys."""
     planner = dcp_of_torch.DefaultSavePlanner(flatten_state_dict=False)
     dcp_of_torch.save(
         {"a.b": torch.ones(2), "c": torch.zeros(1)}, checkpoint_id=tmp_path / "dcp", planner=planner, **ALONE
@@ -275,9 +280,9 @@ def test_flat_names_stay_flat(tmp_path: Path) -> None:
     assert_same(ckptconv.load(tmp_path / "dcp"), {"a.b": torch.ones(2), "c": torch.zeros(1)})
 
 
-def test_what_was_put_off_stays_to_be_done(tmp_path: Path) -> None:
-    """A tensor that was saved while it was still to be conjugated or negated has the values that torch's own conversion
-    gives it, whole or in chunks, copied, cast or written out.
+def test_pending_conjugation_and_negation(tmp_path: Path) -> None:
+    """A tensor that was saved with a pending conjugation or negation has the same values as in torch's own conversion,
+    if it is copied, cast or written out.
     """
     base = torch.randn(3, 4, dtype=torch.complex64)
     rest = torch._neg_view(base.mH)
@@ -302,8 +307,8 @@ def test_what_was_put_off_stays_to_be_done(tmp_path: Path) -> None:
     assert ckptconv.load(folder)["both"].is_conj()  # as it was saved
 
 
-def test_chunks_of_which_some_are_put_off(tmp_path: Path) -> None:
-    """Chunks of one tensor of which one alone is still to be conjugated are refused by the name of the tensor."""
+def test_chunks_of_which_some_have_a_pending_conjugation(tmp_path: Path) -> None:
+    """A tensor is refused if only some of its chunks have a pending conjugation, and the error contains its name."""
     whole = torch.ones(4, dtype=torch.complex64)
     folder = saved(tmp_path / "dcp", {"w": whole[:2].clone(), "x": whole[2:].clone().conj()})
     with changed_metadata(folder) as metadata:
@@ -318,7 +323,7 @@ def test_chunks_of_which_some_are_put_off(tmp_path: Path) -> None:
 
 
 def test_views_and_dtypes(tmp_path: Path) -> None:
-    """Every dtype comes through, and views of all kinds come out in order."""
+    """All dtypes and all kinds of views have the same values as in torch's own conversion."""
     base = torch.arange(24.0)
     state: dict[str, Any] = {
         "slice": base[3:9],
@@ -353,18 +358,18 @@ def test_views_and_dtypes(tmp_path: Path) -> None:
     assert_same(found["permuted"], state["permuted"].contiguous())
 
 
-# What is refused
+# Refused folders
 
 
 @pytest.fixture
 def copy(ranks: Path, tmp_path: Path) -> Path:
-    """A copy of the folder with tensors over two dimensions."""
+    """Return a copy of the folder ``mesh``, whose tensors are cut along two dimensions."""
     return Path(shutil.copytree(ranks / "mesh", tmp_path / "dcp"))
 
 
 @contextmanager
 def changed_metadata(folder: Path) -> Iterator[Any]:
-    """What .metadata says, which is written again as it is changed here."""
+    """Yield the metadata of `folder`, and write it again with the changes of the test."""
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     yield metadata
@@ -372,7 +377,7 @@ def changed_metadata(folder: Path) -> Iterator[Any]:
 
 
 def replace_chunks(folder: Path, data: bytes) -> None:
-    """Put `data` in the place of the chunk of a folder with one; .metadata says how long it is."""
+    """Replace the only chunk of `folder` with `data`, and adapt its length in ``.metadata``."""
     (folder / "__0_0.distcp").write_bytes(data)
     with changed_metadata(folder) as metadata:
         for info in metadata.storage_data.values():
@@ -386,7 +391,7 @@ def refusal(folder: Path, error: type[InputError] = MalformedError) -> str:
 
 
 def test_missing_and_cut_files_are_named(copy: Path) -> None:
-    """A file of one process that is missing, or truncated, is named before anything is made of the others."""
+    """A missing or truncated file is named in the error."""
     path = copy / "__2_0.distcp"
     data = path.read_bytes()
     path.unlink()
@@ -406,8 +411,8 @@ def test_missing_and_cut_files_are_named(copy: Path) -> None:
 )
 @pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
 def test_what_is_no_file_is_not_opened(copy: Path, name: str, kind: str, what: str) -> None:
-    """Something else in the place of a file is refused as what it is, and nothing waits for it; where .metadata is a
-    folder, there is none.
+    """A FIFO, a folder or a broken link in the place of a file is refused without waiting for it, and the error
+    describes it. A folder that is named .metadata counts as missing.
     """
     (copy / name).unlink()
     NO_FILES[kind](copy / name)
@@ -417,8 +422,10 @@ def test_what_is_no_file_is_not_opened(copy: Path, name: str, kind: str, what: s
         assert f"{name}: {what}" in refusal(copy, InputError)
 
 
-def test_folders_with_such_names_are_no_parts(tmp_path: Path) -> None:
-    """A folder in which others, whole checkpoints, are called like parts is none itself; they are found."""
+def test_folders_with_names_of_parts_are_not_parts(tmp_path: Path) -> None:
+    """A folder that contains complete checkpoints with names like those of parts is not a checkpoint itself. The error
+    names these checkpoints.
+    """
     saved(tmp_path / "step-7.distcp", {"weight": torch.ones(2)})
     (tmp_path / ".metadata").mkdir()
     with SourceFolder(tmp_path) as folder:
@@ -428,8 +435,8 @@ def test_folders_with_such_names_are_no_parts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", [{"w": torch.ones(3)}, {"w": torch.ones(3), "v": torch.ones(2, 2), "n": 3}])
 def test_tensors_stored_as_safetensors(tmp_path: Path, state: dict[str, Any]) -> None:
-    """The writer's other form puts the tensors of a process into one safetensors file, and all of them at its
-    beginning, says .metadata: which form it is is said.
+    """The writer of torch can also put all tensors of a process into one safetensors file, with the same offset in
+    .metadata for all of them. Such a folder is refused, and the error names the option that creates it.
     """
     if not hasattr(filesystem, "SerializationFormat"):
         pytest.skip("this torch has no such form")
@@ -441,18 +448,20 @@ def test_tensors_stored_as_safetensors(tmp_path: Path, state: dict[str, Any]) ->
 
 
 def test_without_metadata(ranks: Path, copy: Path) -> None:
-    """Files without .metadata are what is left of a save that did not end; where each
-    process wrote its own, that is said.
+    """Files without .metadata are refused as an unfinished save. If each process wrote its own metadata, the error
+    reports this.
     """
     (copy / ".metadata").unlink()
     assert "without .metadata" in refusal(copy)
-    if dcp_ranks.HAS_OWN:  # not torch 2.6
+    if dcp_ranks.HAS_OWN:  # not in torch 2.6
         assert "its own metadata" in refusal(ranks / "own", UnsupportedError)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_one_file_of_it_is_no_checkpoint(ranks: Path, here: Path, dst: Path, name: str) -> None:
-    """A file of the folder, given alone, is said to be a part; the call that is named makes one file of the whole."""
+def test_one_file_of_a_folder_is_not_a_checkpoint(ranks: Path, here: Path, dst: Path, name: str) -> None:
+    """A single file of the folder is refused as a part. The call in the error converts the complete folder to
+    one file.
+    """
     message = refusal(ranks / "mesh" / name, UnsupportedError)
     assert "a part of" in message
     assert str(refused(UnsupportedError, None, ranks / "mesh" / name, dst)) == message
@@ -460,15 +469,17 @@ def test_one_file_of_it_is_no_checkpoint(ranks: Path, here: Path, dst: Path, nam
     assert torch.load(here / "out.pt").keys() == MESH.keys()
 
 
-def test_the_command_works_where_the_parts_stand(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who stands in the folder gets a call that writes beside it, because among its parts nothing is written."""
+def test_call_in_the_error_works_inside_the_folder(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the folder, the call in the error writes next to the folder, because nothing is written among its
+    parts.
+    """
     monkeypatch.chdir(copy)
     eval(refusal(Path("__0_0.distcp"), UnsupportedError).partition("make it one file: ")[2])
     assert torch.load(tmp_path / "dcp.pt").keys() == MESH.keys()
 
 
-def test_other_folders_are_not_taken_for_it(tmp_path: Path) -> None:
-    """A file that is called .metadata by others makes no folder a checkpoint of this kind."""
+def test_other_folders_are_not_recognized(tmp_path: Path) -> None:
+    """A folder with a file named .metadata of another program is not a DCP checkpoint."""
     (tmp_path / ".metadata").write_text("{}")
     torch.save({"a": torch.ones(1)}, tmp_path / "model.pt")
     with SourceFolder(tmp_path) as folder:
@@ -486,9 +497,9 @@ def test_other_folders_are_not_taken_for_it(tmp_path: Path) -> None:
         (torch.ones(1, 1).expand(2, 3), "stored in a way"),
     ],
 )
-def test_chunks_must_be_what_the_metadata_says(tmp_path: Path, other: Any, words: str) -> None:
-    """A chunk of another shape or dtype, one that is no plain tensor, or a part of more than
-    itself is refused by the name of the tensor.
+def test_chunks_must_match_the_metadata(tmp_path: Path, other: Any, words: str) -> None:
+    """A chunk is refused if its shape or dtype is not that of the metadata, if it is not a plain tensor, or if it does
+    not use its complete storage in order. The error contains the name of the tensor.
     """
     folder = saved(tmp_path / "dcp", {"weight": torch.ones(2, 3)})
     replace_chunks(folder, saved_bytes(other))
@@ -505,7 +516,7 @@ def test_chunks_must_be_what_the_metadata_says(tmp_path: Path, other: Any, words
     ids=["deflated", "big-endian"],
 )
 def test_chunks_that_torch_does_not_write(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
-    """A chunk that is compressed, or has its bytes the other way round, is refused by the name of the tensor."""
+    """A chunk that is compressed or big-endian is refused, and the error contains the name of the tensor."""
     weight = torch.ones(2, 3, dtype=torch.complex64)
     folder = saved(tmp_path / "dcp", {"weight": weight})
     replace_chunks(folder, change(saved_bytes(weight)))
@@ -513,8 +524,8 @@ def test_chunks_that_torch_does_not_write(tmp_path: Path, change: Callable[[byte
 
 
 def test_incomplete_and_overlapping_chunks_are_named(copy: Path) -> None:
-    """A chunk that is missing leaves a hole, one that stands twice an overlap; both
-    are refused by the name of the tensor.
+    """A missing chunk leaves a hole, and an additional one overlaps. Both are refused, and the error contains the name
+    of the tensor.
     """
     with changed_metadata(copy) as metadata:
         last = metadata.state_dict_metadata["rows and columns"].chunks.pop()
@@ -526,7 +537,9 @@ def test_incomplete_and_overlapping_chunks_are_named(copy: Path) -> None:
 
 
 def test_items_that_are_stored_nowhere_or_twice(tmp_path: Path, dst: Path) -> None:
-    """An item without a place is refused; a place without an item is left behind, by its name."""
+    """An item without a position in a file is refused. A position without an item is left behind, and the report names
+    it.
+    """
     folder = saved(tmp_path / "dcp", {"weight": torch.ones(2, 3), "other": torch.ones(1)})
     with changed_metadata(folder) as metadata:
         index = next(iter(metadata.storage_data))
@@ -549,24 +562,28 @@ def test_items_that_are_stored_nowhere_or_twice(tmp_path: Path, dst: Path) -> No
         {"a": ("x", "y"), "b": ("x",)},
     ],
 )
-def test_items_in_one_place(tmp_path: Path, paths: dict[str, tuple[Any, ...]]) -> None:
-    """Two items that would stand in one place, in each other, or far outside of a list are refused."""
+def test_items_with_conflicting_paths(tmp_path: Path, paths: dict[str, tuple[Any, ...]]) -> None:
+    """Two items are refused if they have the same path, if one is inside the other, or if an index is far outside its
+    list.
+    """
     folder = saved(tmp_path / "dcp", {"a": torch.ones(1), "b": torch.ones(1)})
     with changed_metadata(folder) as metadata:
         metadata.planner_data = paths
     assert "planner_data" in refusal(folder) or "a list has too many places" in refusal(folder)
 
 
-def test_objects_are_carried_and_never_run(here: Path, dst: Path) -> None:
-    """A call that no checkpoint needs is refused, as in a file; allowed, it is carried over, and never made."""
+def test_objects_are_copied_and_never_run(here: Path, dst: Path) -> None:
+    """A dangerous call in an object is refused. If it is allowed, the output contains the call, which is never run."""
     folder = saved(here / "dcp", {"bad": Reduced(os.system, ("touch ran",)), "weight": torch.ones(1)})
     refused(ckptconv.DangerousError, "system", folder, dst)
     ckptconv.convert(folder, dst, allow_unsafe=True)
     assert b"touch ran" in dst.read_bytes() and not (here / "ran").exists()
 
 
-def test_cast_of_assembled_pieces_is_planned(ranks: Path, tmp_path: Path) -> None:
-    """The plan says what will be put together and rounded, before a byte is read."""
+def test_assembled_pieces_are_planned(ranks: Path, tmp_path: Path) -> None:
+    """The plan of a conversion contains the tensors that will be assembled. Without edits, the plan contains no casts
+    and no concatenations.
+    """
     for checkpoint in opened(ranks / "mesh"):
         pieces = make_plan(checkpoint, tmp_path / "out.pt", Edits()).files[0].pieces
     assert sum(isinstance(piece, Assemble) for piece in pieces) >= 6

@@ -1,4 +1,4 @@
-"""DCP folders that are written: torch makes of them what it makes of the folders that it writes itself."""
+"""DCP folders that ckptconv writes. Torch reads them like the folders that it writes itself."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.support.archives import flip_bit, rezipped
 from tests.support.conversions import refused
 from tests.support.judge import assert_same
 
-#: Warnings of torch: that there is one process, and, of 2.6, of its own code.
+#: Warnings of torch that there is only one process, and warnings of torch 2.6 about its own code.
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process", "ignore:TypedStorage is deprecated")
 
 
 def training_state() -> dict[str, Any]:
-    """Everything that a training file has: a model, an optimizer, numbers, lists, views, dtypes of all sizes."""
+    """Return a training state with a model, an optimizer, numbers, lists, views and dtypes of several sizes."""
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(2, 5)).sum().backward()
@@ -57,14 +57,14 @@ def training_state() -> dict[str, Any]:
 
 
 def by_torch(folder: Path) -> Any:
-    """What torch makes of `folder`."""
+    """Return the result of torch's own conversion of `folder`."""
     dcp_to_torch_save(folder, folder.with_suffix(".torch"))
     return torch.load(folder.with_suffix(".torch"), weights_only=False)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``state.pt``, and ``theirs``, which torch made of the same state."""
+    """Return a folder that contains ``state.pt``, and ``theirs``, a DCP folder that torch wrote from the same state."""
     folder = tmp_path_factory.mktemp("dcp_writing")
     torch.manual_seed(1)
     state = training_state()
@@ -74,7 +74,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 11])
-def test_torch_reads_what_it_reads_of_its_own(source: Path, tmp_path: Path, ranks: int) -> None:
+def test_torch_reads_the_folder_like_its_own(source: Path, tmp_path: Path, ranks: int) -> None:
     ckptconv.convert(source / "state.pt", tmp_path / "ours", format="dcp", ranks=ranks)
     theirs = by_torch(source / "theirs")
     assert_same(by_torch(tmp_path / "ours"), theirs)
@@ -86,8 +86,8 @@ def test_torch_reads_what_it_reads_of_its_own(source: Path, tmp_path: Path, rank
 
 
 def test_the_metadata_is_that_of_torch(source: Path, tmp_path: Path) -> None:
-    """Names, order, paths, shapes, dtypes and chunks. Torch's also says that a parameter requires a gradient, and, from
-    2.15 on, the strides, which older versions do not read.
+    """The metadata equals that of torch in names, order, paths, shapes, dtypes and chunks. Torch also records that a
+    parameter requires a gradient, and, since 2.15, the strides, which older versions do not read.
     """
     ckptconv.convert(source / "state.pt", tmp_path / "ours", format="dcp")
     ours, theirs = (FileSystemReader(path).read_metadata() for path in (tmp_path / "ours", source / "theirs"))
@@ -98,11 +98,11 @@ def test_the_metadata_is_that_of_torch(source: Path, tmp_path: Path) -> None:
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert list(ours.planner_data.items()) == list(theirs.planner_data.items())
     assert {*ours.storage_data} == {*theirs.storage_data}
-    assert ours.version == getattr(theirs, "version", "1.0.0")  # torch 2.6 has none
+    assert ours.version == getattr(theirs, "version", "1.0.0")  # torch 2.6 has no version
 
 
-def test_torch_loads_it_in_place(tmp_path: Path) -> None:
-    """``dcp.load`` fills tensors that a program has, of which it may want only some."""
+def test_torch_loads_the_folder_in_place(tmp_path: Path) -> None:
+    """``dcp.load`` fills the tensors of a program, which may need only some of the items."""
     weights = {"model": {"w": torch.randn(7, 3), "b": torch.randn(3)}, "step": 5}
     torch.save(weights, tmp_path / "w.pt")
     ckptconv.convert(tmp_path / "w.pt", tmp_path / "ours", format="dcp", ranks=4)
@@ -139,14 +139,16 @@ def test_other_sources(tmp_path: Path, kind: str, ranks: int) -> None:
 @pytest.mark.parametrize("name", ["rows", "mesh"])
 @pytest.mark.parametrize("number", [1, 3])
 def test_another_number_of_processes(ranks: Path, tmp_path: Path, name: str, number: int) -> None:
-    """From a folder of four processes, some of whose tensors are in columns, so that rows are put together."""
+    """Folders of four processes are converted to another number of processes. Some of their tensors are in columns, so
+    rows are assembled.
+    """
     ckptconv.convert(ranks / name, tmp_path / "ours", format="dcp", ranks=number, verify=True)
     dcp_to_torch_save(ranks / name, tmp_path / "theirs.pt")
     assert_same(by_torch(tmp_path / "ours"), torch.load(tmp_path / "theirs.pt"))
 
 
 def test_edits(source: Path, tmp_path: Path) -> None:
-    """A part of the checkpoint, under other names. Devices are not stored."""
+    """A part of the checkpoint is written with other names. A note reports that DCP stores no devices."""
     report = ckptconv.convert(
         source / "state.pt", tmp_path / "ours", format="dcp", select="model", add_prefix="net.", map_location="cuda:3"
     )
@@ -161,7 +163,7 @@ def test_tensors_in_objects_are_on_the_cpu(tmp_path: Path) -> None:
     assert by_torch(tmp_path / "ours")["pair"][0].device.type == "cpu"
 
 
-def test_what_does_not_come_back_is_named(tmp_path: Path) -> None:
+def test_losses_are_reported(tmp_path: Path) -> None:
     shared = torch.ones(3)
     torch.save({"a": shared, "b": shared, 7: torch.ones(1), "gone": {}}, tmp_path / "s.pt")
     report = ckptconv.convert(tmp_path / "s.pt", tmp_path / "ours", format="dcp")
@@ -176,19 +178,23 @@ def test_what_does_not_come_back_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_damage_to_the_source_is_found(tmp_path: Path, ranks: int) -> None:
-    """Also if each file has only some rows of what the checksum is of."""
+    """Damage in the source is reported, also if each file contains only some rows of the tensor that has the
+    checksum.
+    """
     torch.save({"w": torch.randn(64, 64)}, tmp_path / "w.pt")
     with zipfile.ZipFile(tmp_path / "w.pt") as archive:
         place = archive.getinfo("w/data/0").header_offset + 5_000
     flip_bit(tmp_path / "w.pt", place)
     refused(MalformedError, "", tmp_path / "w.pt", tmp_path / "ours", format="dcp", ranks=ranks, verify=True)
     assert not (tmp_path / "ours").exists()
-    if ranks == 2:  # new checksums are computed of rows, so the old ones are compared
+    if ranks == 2:  # checksums of rows have to be computed, so the old ones are compared
         refused(MalformedError, "", tmp_path / "w.pt", tmp_path / "ours", format="dcp", ranks=ranks)
 
 
 def test_a_folder_is_replaced(tmp_path: Path) -> None:
-    """Files of processes that the new one does not have go; other files are never lost."""
+    """``force`` replaces a folder and removes the files of processes that the new one does not have. A folder with
+    other files is refused.
+    """
     torch.save({"w": torch.randn(8, 2)}, tmp_path / "w.pt")
     how: dict[str, Any] = {"format": "dcp"}
     ckptconv.convert(tmp_path / "w.pt", tmp_path / "ours", ranks=4, **how)
@@ -207,7 +213,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_tree(tmp_path: Path) -> None:
-    """Each checkpoint becomes a folder of its own."""
+    """Each checkpoint of a tree becomes a separate folder."""
     (tmp_path / "run").mkdir()
     for name in ("a", "b"):
         torch.save({"w": torch.ones(2)}, tmp_path / "run" / f"{name}.pt")
@@ -216,7 +222,7 @@ def test_a_tree(tmp_path: Path) -> None:
     assert_same(by_torch(tmp_path / "out" / "b"), {"w": torch.ones(2)})
 
 
-def test_other_files_of_the_folder_are_named(tmp_path: Path) -> None:
+def test_folder_with_another_file(tmp_path: Path) -> None:
     weights = {f"w{i}": torch.ones(9) for i in range(4)}
     torch.save(weights, tmp_path / "w.pt")
     ckptconv.convert(tmp_path / "w.pt", tmp_path / "set", format="safetensors", max_shard_size=80)
@@ -225,11 +231,11 @@ def test_other_files_of_the_folder_are_named(tmp_path: Path) -> None:
     assert_same(by_torch(tmp_path / "ours"), weights)
 
 
-# Refused
+# Refused conversions
 
 
 class Mine:
-    """A class that only this program has."""
+    """A class that only this module defines."""
 
 
 @pytest.mark.parametrize(
@@ -248,7 +254,7 @@ class Mine:
         ({"a": torch.ones(2), "args": Namespace(lr=1)}, "Namespace at args"),
     ],
 )
-def test_what_it_cannot_hold(tmp_path: Path, state: Any, words: str) -> None:
+def test_states_that_dcp_cannot_store(tmp_path: Path, state: Any, words: str) -> None:
     torch.save(state, tmp_path / "s.pt")
     error = refused(RefusedError, "", tmp_path / "s.pt", tmp_path / "ours", format="dcp")
     assert words in str(error)
@@ -299,7 +305,7 @@ def test_a_state_dict_in_memory_needs_a_file_first(tmp_path: Path) -> None:
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """A dict that is in each of two items of another one, and so on: 2 to the power of `depth` paths."""
+    """Return nested dicts with 2 to the power of `depth` paths. Each dict occurs twice in the next one."""
     state: dict[str, Any] = {"w": torch.ones(1)}
     for _ in range(depth):
         state = {"a": state, "b": state}
@@ -313,7 +319,7 @@ def itself() -> dict[str, Any]:
 
 
 def sharing() -> dict[str, Any]:
-    """Many objects that have one large list in common."""
+    """Return many objects that share one large tuple."""
     common = [*range(2_000)], *(["x"] for _ in range(2_000))
     return {"w": torch.ones(1)} | {f"o{i}": (common, i) for i in range(2_000)}
 
@@ -343,15 +349,15 @@ def test_one_long_text_in_many_objects(tmp_path: Path, monkeypatch: pytest.Monke
     ids=["vocabulary", "lists", "log"],
 )
 def test_each_small_object_becomes_a_file(items: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their number, they are within the budget of work."""
+    """Each small object becomes a separate file of torch.save. Many such objects are within the limit of work."""
     torch.save({"items": items}, tmp_path / "s.pt")
     monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=10_000))
     written = ckptconv.convert(tmp_path / "s.pt", tmp_path / "ours", format="dcp")
     assert ckptconv.load(written.dst)["items"] == items
 
 
-def test_the_metadata_names_nothing_but_the_classes_of_dcp(source: Path, tmp_path: Path) -> None:
-    """Whoever unpickles it runs nothing else."""
+def test_metadata_contains_only_classes_of_torch(source: Path, tmp_path: Path) -> None:
+    """The metadata contains only classes of torch and DCP, so unpickling it runs no other code."""
     ckptconv.convert(source / "state.pt", tmp_path / "ours", format="dcp")
     names = set()
 

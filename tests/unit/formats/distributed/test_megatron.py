@@ -1,4 +1,4 @@
-"""Folders of Megatron-Core: a model, an optimizer and a common state, of each version that writes them otherwise."""
+"""Folders of Megatron-Core with a model, an optimizer and a common state, in the layout of each version."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from tests.support.megatron_folders import (
 from tests.support.reduced import Reduced
 from tests.support.writers import ALONE
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
+pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # a warning of torch
 
 _SIZES = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "vocab_size": VOCAB}
 
 
 @pytest.fixture(params=VERSIONS)
 def iteration(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder as each version writes it."""
+    """Return a folder as each version of Megatron-Core writes it."""
     return write_megatron(tmp_path / "iter_0001000", request.param)
 
 
-def test_everything_has_a_place(iteration: Path, dst: Path) -> None:
-    """Weights have their own names, and each moment of the optimizer has those names too."""
+def test_paths_of_all_items(iteration: Path, dst: Path) -> None:
+    """Weights have their own names, and each moment of the optimizer has the same names."""
     ckptconv.convert(iteration, dst)
     state = torch.load(dst, weights_only=False)
     assert_same(state["model"], weights())
@@ -61,16 +61,20 @@ def test_everything_has_a_place(iteration: Path, dst: Path) -> None:
     assert state["common"] == {"args": Namespace(**ARGS), "checkpoint_version": 3.0, "iteration": 1000}
 
 
-def test_verify_reads_all_of_it(iteration: Path) -> None:
-    """Its folder is one checkpoint, whose checksums are right, and whose arguments need code."""
+def test_verify_checks_the_complete_folder(iteration: Path) -> None:
+    """``verify`` checks the folder as one checkpoint and finds no problem. ``inspect`` names the global that the
+    arguments need.
+    """
     verdict = ckptconv.verify(iteration)
     assert verdict.ok and verdict.checked
     found = ckptconv.inspect(iteration)
     assert list(found.globals) == ["argparse.Namespace", "torch.bfloat16"] or "argparse.Namespace" in found.globals
 
 
-def test_what_is_not_by_parameter_is_left_out(iteration: Path, tmp_path: Path) -> None:
-    """Tensors in buckets or in another shape are named, and refused only if they are selected."""
+def test_tensors_that_are_not_by_parameter_are_left_behind(iteration: Path, tmp_path: Path) -> None:
+    """Tensors of the optimizer in buckets or in another shape are left behind, and the report names them. Selecting one
+    of them is refused.
+    """
     is_old = (iteration / ".metadata").read_bytes().count(b"nd_reformulated") > 0
     names = [BUCKET, *([RESHAPED] if is_old else [])]
     report = ckptconv.convert(iteration, tmp_path / "out.pt")
@@ -81,7 +85,7 @@ def test_what_is_not_by_parameter_is_left_out(iteration: Path, tmp_path: Path) -
 
 
 def test_selecting_an_optimizer_in_buckets_only(tmp_path: Path) -> None:
-    """The error says why."""
+    """Selecting an optimizer that is stored only in buckets is refused, and the error contains the reason."""
     src = write_megatron(tmp_path / "src", state={**weights(), BUCKET: torch.zeros(7)})
     refused(
         RefusedError,
@@ -94,15 +98,17 @@ def test_selecting_an_optimizer_in_buckets_only(tmp_path: Path) -> None:
     assert converted(src, tmp_path / "w.pt", select="model").keys() == SHAPES.keys()
 
 
-def test_safetensors_takes_the_weights(iteration: Path, tmp_path: Path) -> None:
-    """Objects of the processes and the common state are left behind by name."""
+def test_safetensors_contains_the_weights(iteration: Path, tmp_path: Path) -> None:
+    """The safetensors file contains the weights. The objects of the processes, the common state and the optimizer are
+    left behind, and the report names them.
+    """
     report = ckptconv.convert(iteration, tmp_path / "out.safetensors")
     assert_same(load_file(tmp_path / "out.safetensors"), weights())
     assert {"objects", "common", "optimizer"} <= {left.path for left in report.left_behind}
 
 
 def names_of_transformers(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights `model` by the names of transformers, with plain slices."""
+    """Return the weights `model` with the names of transformers, cut by plain slices."""
     state = {"model.norm.weight": model["decoder.final_layernorm.weight"]}
     state["model.embed_tokens.weight"] = model["embedding.word_embeddings.weight"][:VOCAB]
     state["lm_head.weight"] = model["output_layer.weight"][:VOCAB]
@@ -125,7 +131,9 @@ def names_of_transformers(model: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def test_the_names_of_transformers(iteration: Path, tmp_path: Path) -> None:
-    """Its folder becomes shards with these names in one command, and goes back, without the rows of padding."""
+    """One command converts the folder to shards with the names of transformers. The reverse restores the weights
+    without the rows of padding.
+    """
     out = tmp_path / "hf"
     ckptconv.convert(iteration, out, format="safetensors", rules="megatron-llama", sizes=_SIZES, max_shard_size=2000)
     files = [*out.glob("*.safetensors")]
@@ -140,7 +148,9 @@ def test_the_names_of_transformers(iteration: Path, tmp_path: Path) -> None:
 
 
 def test_edits_in_one_command(tmp_path: Path) -> None:
-    """A part of a larger model, under other names, in shards with the names of transformers."""
+    """A part of a larger model is selected, renamed, and converted to shards with the names of transformers in one
+    command.
+    """
     state = {f"language_model.{name}": tensor for name, tensor in weights().items()}
     src = write_megatron(tmp_path / "src", state={**state, "vision_model.w": torch.ones(3), OBJECT: [None]})
     assert not any("transformers" in note for note in ckptconv.inspect(src).notes)
@@ -150,7 +160,7 @@ def test_edits_in_one_command(tmp_path: Path) -> None:
     ckptconv.convert(src, out, **edits, **more, rules="megatron-llama", sizes=_SIZES, max_shard_size=2000)
     found = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
     wanted = {f"net.{name}": tensor for name, tensor in names_of_transformers(weights()).items()}
-    wanted["net.lm_head.weight"] = weights()["output_layer.weight"]  # which the rules did not see
+    wanted["net.lm_head.weight"] = weights()["output_layer.weight"]  # renamed before the rules apply
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
@@ -170,7 +180,9 @@ def test_edits_in_one_command(tmp_path: Path) -> None:
     ],
 )
 def test_next_step(tmp_path: Path, args: dict[str, Any], rules: str | None) -> None:
-    """``inspect`` says the command with the sizes of the run, unless the run had what the rules do not know."""
+    """``inspect`` suggests the command with the sizes of the run, unless the run used an option that the rules do not
+    support.
+    """
     src = write_megatron(tmp_path / "src", args=ARGS | args)
     notes = [note for note in ckptconv.inspect(src).notes if "transformers" in note]
     assert (rules in notes[0]) if rules else not notes
@@ -179,7 +191,9 @@ def test_next_step(tmp_path: Path, args: dict[str, Any], rules: str | None) -> N
 @pytest.mark.parametrize("root", [7, "text", [1], {}])
 @pytest.mark.parametrize("args", [None, [], Reduced(dict, ())])
 def test_a_common_state_of_another_kind(tmp_path: Path, root: Any, args: Any) -> None:
-    """Whatever it contains, the weights are read, and nothing is claimed about the run."""
+    """The weights are read whatever the common state contains. The note about Megatron-Core contains no facts about the
+    run.
+    """
     src = write_megatron(tmp_path / "src")
     torch.save({"args": args, "iteration": "x"} if root == {} else root, src / "common.pt")
     assert any(note == "written by Megatron-Core" for note in ckptconv.inspect(src).notes)
@@ -188,7 +202,7 @@ def test_a_common_state_of_another_kind(tmp_path: Path, root: Any, args: Any) ->
 
 @pytest.mark.parametrize("key", [OBJECT, GROUP, "optimizer.state.exp_avg.w"])
 def test_an_object_that_runs_code(tmp_path: Path, key: str) -> None:
-    """It is found in every object, also in those of an optimizer whose tensors are left out."""
+    """A dangerous call is found in every object, also in an object of an optimizer whose tensors are left out."""
     objects = {key: [Reduced(os.system, ("true",))]}
     src = write_megatron(tmp_path / "src", state={**weights(), BUCKET: torch.zeros(7), **objects})
     assert [found.level for found in ckptconv.verify(src).findings].count("dangerous") == 1
@@ -196,7 +210,7 @@ def test_an_object_that_runs_code(tmp_path: Path, key: str) -> None:
 
 
 def test_a_common_state_that_runs_code(tmp_path: Path) -> None:
-    """It is found in ``common.pt``, and in the item that 0.19 writes."""
+    """A dangerous call in the common state is found in ``common.pt``, and in the item that version 0.19 writes."""
     for version in ("0.16", "0.19"):
         src = write_megatron(tmp_path / version, version, args={"x": Reduced(os.system, ("true",))})
         verdict = ckptconv.verify(src)
@@ -205,7 +219,9 @@ def test_a_common_state_that_runs_code(tmp_path: Path) -> None:
 
 
 def test_a_common_state_twice(tmp_path: Path) -> None:
-    """Megatron-Core reads ``common.pt`` if it is there, so no item takes its place, and nothing in it is missed."""
+    """An item with the path or the name of ``common.pt`` is refused. Megatron-Core reads the file if it exists, so its
+    contents must be checked.
+    """
     src = write_megatron(tmp_path / "new", "0.19", {"w": torch.ones(2)})
     torch.save({"x": Reduced(os.system, ("true",))}, src / "common.pt")
     refused(MalformedError, "'common.pt' and another item have the same path", src, tmp_path / "out.pt")
@@ -217,7 +233,7 @@ def test_a_common_state_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "other"])
 def test_a_damaged_common_state(tmp_path: Path, damage: str) -> None:
-    """The error names the file."""
+    """If ``common.pt`` is missing, truncated or invalid, the error names the file."""
     src = write_megatron(tmp_path / "src")
     data = (src / "common.pt").read_bytes()
     (src / "common.pt").unlink()
@@ -229,14 +245,16 @@ def test_a_damaged_common_state(tmp_path: Path, damage: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "{}", "[" * 100_000, '{"format": "x"}'])
 def test_another_metadata_json(tmp_path: Path, text: str) -> None:
-    """The folder is an ordinary one of DCP then, and other files in it are not part of it."""
+    """A folder with another ``metadata.json`` is read as an ordinary DCP folder."""
     src = write_megatron(tmp_path / "src")
     (src / "metadata.json").write_text(text)
     assert converted(src, tmp_path / "out.pt").keys() > SHAPES.keys()
 
 
 def test_plans_are_not_read_but_known(tmp_path: Path) -> None:
-    """Of ``.metadata``, classes that no version writes are refused, and so are fields that are not known."""
+    """The plans in ``.metadata`` are not used, but a global that no version writes there is refused. Unknown fields are
+    refused too.
+    """
     src = write_megatron(tmp_path / "src")
     metadata = pickle.loads((src / ".metadata").read_bytes())
     metadata.all_local_plans.append(pickle.dumps)
@@ -257,7 +275,7 @@ def test_plans_are_not_read_but_known(tmp_path: Path) -> None:
 
 
 def test_two_moments_of_one_name(tmp_path: Path) -> None:
-    """Chained optimizers are one here, so their parameters differ."""
+    """Chained optimizers are merged, so two states with the same parameter name are refused."""
     state = {f"chained_{i}.optimizer.state.exp_avg.w": torch.ones(2) * i for i in (0, 1)}
     src = write_megatron(tmp_path / "src", state={"w": torch.ones(2), **state})
     refused(MalformedError, "have the same path", src, tmp_path / "out.pt")
@@ -268,7 +286,7 @@ def test_two_moments_of_one_name(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_iterations(tmp_path: Path) -> None:
-    """Each iteration is one checkpoint, of which ``common.pt`` is a part."""
+    """Each iteration is one checkpoint, and ``common.pt`` is a part of it."""
     for name in ("iter_0001000", "iter_0002000"):
         write_megatron(tmp_path / "run" / name)
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2000")
@@ -278,14 +296,14 @@ def test_a_folder_of_iterations(tmp_path: Path) -> None:
     assert found == {"iter_0001000": ("dcp", parts), "iter_0002000": ("dcp", parts)}
 
 
-def test_no_changes_in_place(iteration: Path) -> None:
-    """The names of its items are not the places that they get here."""
+def test_rename_in_place_is_refused(iteration: Path) -> None:
+    """A rename in place is refused, because the names of the items are not their paths in the checkpoint."""
     with pytest.raises(UnsupportedError, match="do not match their paths"):
         ckptconv.convert(iteration, in_place=True, rename=[("^decoder", "d")], select=None)
 
 
 def test_from_megatron_to_dcp(iteration: Path, tmp_path: Path) -> None:
-    """Any folder of torch.distributed.checkpoint can be made of its weights."""
+    """The weights can be converted to a DCP folder, which torch loads."""
     ckptconv.convert(iteration, tmp_path / "out", format="dcp", select="model", ranks=2)
     state = {name: torch.empty(shape) for name, shape in SHAPES.items()}
     dcp.load(state, checkpoint_id=tmp_path / "out", **ALONE)
@@ -293,8 +311,8 @@ def test_from_megatron_to_dcp(iteration: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_mutants_are_read_as_torch_reads_them(tmp_path: Path) -> None:
-    """``.metadata`` with a few bytes changed: what is read here and by torch is the same."""
+def test_changed_metadata_is_read_like_torch(tmp_path: Path) -> None:
+    """If ``.metadata`` with a few changed bytes is read by ckptconv and by torch, both read the same weights."""
     src = write_megatron(tmp_path / "src", "0.16", weights())
     right, random, read = (src / ".metadata").read_bytes(), Random(5), 0
     for _ in range(80):
@@ -308,8 +326,8 @@ def test_mutants_are_read_as_torch_reads_them(tmp_path: Path) -> None:
         except CkptconvError:
             continue
         try:
-            wanted = by_torch(src)  # it names nothing but classes of torch, or it would have been refused
-        except (Exception, SystemExit):  # in the plans, which are not read here
+            wanted = by_torch(src)  # only classes of torch, because others were refused
+        except (Exception, SystemExit):  # in the plans, which ckptconv does not read
             continue
         read += 1
         assert found.keys() == wanted.keys()

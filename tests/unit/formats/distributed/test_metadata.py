@@ -1,5 +1,5 @@
-"""``.metadata`` is read inertly: what torch writes, and has written, is understood; everything else is
-refused by name.
+"""``.metadata`` of DCP folders, which is read without unpickling. Everything that torch writes, or has written, is
+read, and everything else is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WHERE = Path("folder/.metadata")
 
 
 def good() -> Metadata:
-    """A tensor in two chunks and an object, as torch describes them."""
+    """Return torch's metadata of a tensor in two chunks and an object."""
     chunks = [
         ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3])),
         ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([1, 3])),
@@ -78,22 +78,24 @@ EXPECTED = Read(
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_what_torch_writes(protocol: int) -> None:
-    """Items, paths and places are those of torch's objects, in whatever protocol."""
+def test_metadata_of_torch(protocol: int) -> None:
+    """Items, paths and positions equal those of torch's objects, in every pickle protocol."""
     assert read(pickle.dumps(good(), protocol)) == EXPECTED
 
 
 @pytest.mark.parametrize("strides", [None, (3, 1)])
 def test_what_torch_2_15_writes(strides: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sixth item in the state of TensorProperties, strides of one rank's part, only says that there are strides."""
+    """Torch 2.15 adds the strides of one rank's part as a sixth item to the state of TensorProperties. Only the
+    presence of this item is recorded.
+    """
     state = TensorProperties.__getstate__
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*state(self)[:5], strides))
     assert read(pickle.dumps(good())) == EXPECTED._replace(has_strides=True)
 
 
-def test_what_older_versions_wrote() -> None:
-    """Before torch 2.3 there was no storage_meta and no version, and the properties stood in another module; transforms
-    have no field where there are none.
+def test_metadata_of_older_versions() -> None:
+    """Metadata of versions before torch 2.3 is read. It has no storage_meta and no version, and the class of the
+    properties is in another module. A field for transforms exists only if there are transforms.
     """
     metadata = good()
     del metadata.storage_meta, metadata.version
@@ -108,7 +110,7 @@ def test_what_older_versions_wrote() -> None:
 
 
 def test_without_paths() -> None:
-    """A planner that flattens nothing leaves no paths."""
+    """A planner that does not flatten the state dict stores no paths."""
     metadata = good()
     metadata.planner_data = None
     assert read(pickle.dumps(metadata)).paths == {}
@@ -116,7 +118,7 @@ def test_without_paths() -> None:
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if isinstance(getattr(torch, name, None), torch.dtype)])
 def test_every_dtype(name: str) -> None:
-    """Each dtype that torch has is read as that dtype."""
+    """Each dtype of torch is read as the same dtype."""
     metadata = good()
     metadata.state_dict_metadata["a.w"].properties.dtype = getattr(torch, name)
     item = read(pickle.dumps(metadata)).items["a.w"]
@@ -124,7 +126,7 @@ def test_every_dtype(name: str) -> None:
 
 
 def _index(offset: Any) -> MetadataIndex:
-    """The index of a chunk at `offset`, whatever that is."""
+    """Return the index of a chunk with any `offset`."""
     index = MetadataIndex("a.w")
     object.__setattr__(index, "offset", offset)
     return index
@@ -151,23 +153,23 @@ def _chunk(metadata: Metadata) -> Any:
 
 
 class _New(Reduced):
-    """Pickled as an object that its class makes of arguments (NEWOBJ): the class, its arguments, and a state."""
+    """An object that is pickled as a class, its arguments and a state (NEWOBJ)."""
 
     def __init__(self, cls: type, args: tuple[Any, ...] = (), state: Any = None) -> None:
         super().__init__(copyreg.__newobj__, (cls, *args), state)
 
     @property
-    def __class__(self) -> Any:  # which the pickler compares
+    def __class__(self) -> Any:  # the pickler compares it
         return self.reduced[1][0]
 
 
 def _properties(state: Any) -> Callable[[Metadata], None]:
-    """Let the properties of the tensor have another `state`."""
+    """Return an edit that gives the properties of the tensor another `state`."""
     return _set(_tensor, "properties", _New(TensorProperties, state=state))
 
 
 def _size(*numbers: Any) -> Any:
-    """A torch.Size of whatever `numbers` are, as a pickle can have it."""
+    """Return a torch.Size of any `numbers`, as a pickle can contain it."""
     return Reduced(torch.Size, (numbers,))
 
 
@@ -249,8 +251,8 @@ MALFORMED = {
     [*((kind, UnsupportedError) for kind in UNSUPPORTED), *((kind, InputError) for kind in MALFORMED)],
 )
 def test_what_is_refused(kind: str, error: type[InputError]) -> None:
-    """What this version does not understand is refused by its name, and nothing that is named is called; each wrong
-    value is one typed error.
+    """Contents that this version does not know, and wrong values, are refused. The error contains the reason and the
+    path of the file.
     """
     edit, words = {**UNSUPPORTED, **MALFORMED}[kind]
     metadata = good()
@@ -271,13 +273,13 @@ def test_what_is_refused(kind: str, error: type[InputError]) -> None:
     ids=["bytes after it", "a dict", "a number", "None"],
 )
 def test_other_pickles(raw: bytes, words: str) -> None:
-    """Nothing may follow the pickle, and one of something else is no metadata."""
+    """A pickle with data after its end is refused, and so is the pickle of another object."""
     with pytest.raises(MalformedError, match=words):
         read(raw)
 
 
-def test_every_cut_is_one_error() -> None:
-    """Wherever the file was cut, that is one typed error."""
+def test_every_cut_is_an_error() -> None:
+    """A pickle that is cut at any position raises an InputError."""
     raw = pickle.dumps(good())
     for end in range(len(raw)):
         with pytest.raises(InputError):
@@ -286,7 +288,7 @@ def test_every_cut_is_one_error() -> None:
 
 @pytest.mark.untraced
 def test_every_byte_changed_is_an_error_or_an_answer() -> None:
-    """Whatever byte was changed, there is an answer or one typed error."""
+    """A pickle in which any byte is changed is read, or raises an InputError."""
     raw = bytearray(pickle.dumps(good(), 4))
     for i in range(len(raw)):
         for change in (1, 0x80):
@@ -298,8 +300,8 @@ def test_every_byte_changed_is_an_error_or_an_answer() -> None:
 
 @pytest.mark.untraced
 def test_one_list_of_chunks_for_many() -> None:
-    """A file in which one list of chunks stands for thousands of tensors would have more of them than can be made;
-    lists of their own are as many as there are.
+    """If many tensors share one list of chunks, a small file would become a huge number of chunks, so the metadata is
+    refused. Separate lists for the same number of tensors are read.
     """
 
     def many(count: int, chunks: Callable[[], list[ChunkStorageMetadata]]) -> Metadata:
@@ -319,8 +321,8 @@ def test_one_list_of_chunks_for_many() -> None:
     assert len(read(pickle.dumps(many(300, nine))).items) == 300
 
 
-def test_what_is_named_again_is_made_once() -> None:
-    """A path that stands for many items is looked through once; so is a size."""
+def test_shared_paths_and_sizes_are_converted_once() -> None:
+    """A path or a size that the pickle contains once and uses several times is converted once."""
     metadata = good()
     path, size = ("a", "w") * 50, torch.Size([1] * 60)
     metadata.planner_data = {"a.w": path, "epoch": path}
@@ -334,11 +336,11 @@ def test_what_is_named_again_is_made_once() -> None:
     assert item and item.chunks[0].offsets == tuple(size) and item.chunks[0].offsets is item.chunks[0].sizes
 
 
-# Whether chunks cover a tensor
+# Coverage of a tensor by its chunks
 
 
 def _stairs(rank: int) -> list[Chunk]:
-    """Chunks with as many elements as the whole has, cut along all dimensions."""
+    """Return chunks that cover a tensor of shape ``(3,) * rank`` and are cut along all dimensions."""
     found, left = [], (3,) * rank
     offsets = [0] * rank
     for d in range(rank):
@@ -352,25 +354,25 @@ def _chunks(*chunks: Any) -> list[Chunk]:
     return [Chunk(*chunk) for chunk in chunks]
 
 
-#: Four chunks that are turned about one another, without the one in their middle.
+#: Four chunks around an empty middle.
 PINWHEEL = _chunks(((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 0), (1, 2)))
 STAIRS = _stairs(31)
 HALF = 1 << 61
 
-#: Shapes and chunks that cover them.
+#: Shapes, and chunks that cover them.
 COVERED: dict[str, tuple[tuple[int, ...], list[Chunk]]] = {
-    # they need no grid; those without elements do not count
+    # Chunks need not form a grid, and chunks without elements are ignored.
     "a pinwheel": ((3, 3), [*PINWHEEL, *_chunks(((1, 1), (1, 1)), ((3, 3), (0, 0)), ((3, 0), (0, 3)))]),
     "nothing, twice": ((0, 3), _chunks(((0, 0), (0, 3)), ((0, 0), (0, 3)))),
     "nothing": ((0, 3), []),
     "a scalar": ((), _chunks(((), ()))),
-    # a tensor that is cut along dozens of dimensions has more corners than can be counted
+    # A tensor that is cut along dozens of dimensions has more corners than can be counted.
     "40 dimensions": ((2, *[1] * 39), [Chunk((i, *[0] * 39), (1, *[1] * 39)) for i in range(2)]),
     "halves of 2^40": ((2,) * 40, [Chunk((0,) * 39 + (i,), (2,) * 39 + (1,)) for i in range(2)]),
     "stairs": ((3,) * 31, STAIRS),
     "2^61 rows": ((HALF, 3), _chunks(((0, 0), (HALF - 1, 3)), ((HALF - 1, 0), (1, 3)))),
 }
-#: Those that do not, and what is said of them.
+#: Shapes, chunks that do not cover them, and a part of the error.
 NOT_COVERED: dict[str, tuple[tuple[int, ...], list[Chunk], str]] = {
     "the same rows": ((4, 4), _chunks(((0, 0), (2, 4)), ((0, 0), (2, 4))), "overlap"),
     "a row twice": ((4, 4), _chunks(((0, 0), (3, 4)), ((1, 0), (1, 4))), "overlap"),
@@ -380,7 +382,7 @@ NOT_COVERED: dict[str, tuple[tuple[int, ...], list[Chunk], str]] = {
     "no chunk of a scalar": ((), [], "leave holes"),
     "a scalar twice": ((), _chunks(((), ()), ((), ())), "overlap"),
     "a pinwheel without its middle": ((3, 3), PINWHEEL, "leave holes"),
-    # the number of elements is right
+    # The number of elements is correct.
     "a pinwheel with a corner twice": ((3, 3), [*PINWHEEL, *_chunks(((0, 0), (1, 1)))], "overlap"),
     "one element of 2^40": ((2,) * 40, [Chunk((0,) * 40, (1,) * 40)], "leave holes"),
     "stairs with a step elsewhere": (
@@ -394,21 +396,21 @@ NOT_COVERED: dict[str, tuple[tuple[int, ...], list[Chunk], str]] = {
 
 @pytest.mark.parametrize("kind", COVERED)
 def test_chunks_that_cover(kind: str) -> None:
-    """In any way."""
+    """Chunks that contain each element exactly once are accepted."""
     check_cover(WHERE, "w", *COVERED[kind])
 
 
 @pytest.mark.parametrize("kind", NOT_COVERED)
 def test_holes_and_overlaps(kind: str) -> None:
-    """They are found, also where the number of elements is right."""
+    """Holes and overlaps are found, even if the number of elements is correct."""
     shape, chunks, words = NOT_COVERED[kind]
     with pytest.raises(MalformedError, match=f"the chunks of 'w' {words}"):
         check_cover(WHERE, "w", shape, chunks)
 
 
 def test_a_great_many_chunks() -> None:
-    """Chunks are not compared with one another: a tensor in a hundred thousand is
-    looked through as quickly as its metadata.
+    """A tensor in 100,000 chunks is checked, and a hole is found. The chunks are not compared with one another, so the
+    check is as fast as reading the metadata.
     """
     rows = [Chunk((i, j), (1, 5)) for i in range(50_000) for j in (0, 5)]
     check_cover(WHERE, "w", (50_000, 10), rows)

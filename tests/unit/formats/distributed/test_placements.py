@@ -1,4 +1,4 @@
-"""Which elements a process has: what torch's placements cut, one after another."""
+"""The elements of each process, as torch's placements cut them one after another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import torch_facts
 
 
 def cut_by_torch(whole: torch.Tensor, mesh: tuple[int, ...], at: tuple[int, ...], how: list[Placement]) -> torch.Tensor:
-    """What the process `at` has of `whole`."""
+    """Return the part of `whole` that the process `at` of `mesh` has under the placements `how`."""
     for parts, index, placement in zip(mesh, at, how, strict=True):
         if isinstance(placement, (Shard, _StridedShard)):
             whole = placement._split_tensor(whole, parts, with_padding=False)[0][index]
@@ -23,9 +23,9 @@ def cut_by_torch(whole: torch.Tensor, mesh: tuple[int, ...], at: tuple[int, ...]
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_as_torch_cuts(seed: int) -> None:
-    """On meshes of one to three dimensions, with uneven and empty parts: each strip is where torch has it, and
-    the strips of all processes cover the tensor once.
+def test_cuts_equal_those_of_torch(seed: int) -> None:
+    """On meshes of one to three dimensions, with uneven and empty parts, each strip is at the same position as in
+    torch. The strips of all processes cover the tensor once.
     """
     random = Random(seed)
     shape = tuple(random.randrange(0 if seed % 5 == 0 else 1, 12) for _ in range(random.randrange(1, 4)))
@@ -56,7 +56,7 @@ def test_as_torch_cuts(seed: int) -> None:
 
 
 def test_a_plain_cut_is_one_strip() -> None:
-    """Neighbours are one stretch, so what Shard cuts is copied in one piece."""
+    """Adjacent strips are merged, so a part that ``Shard`` cuts is copied in one piece."""
     held = held_sizes((12, 3), [Cut(2, 1, 0, 3), Cut(1, 0, 0)])
     assert held[0] == [(2, 2), (6, 2), (10, 2)]
     assert held_sizes((12, 3), [Cut(2, 1, 0), Cut(3, 2, 0)]) == [[(10, 2)], [(0, 3)]]

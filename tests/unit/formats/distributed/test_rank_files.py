@@ -1,4 +1,6 @@
-"""Rank files that become one: what the processes of a real run saved, and what torch makes of the whole."""
+"""Rank files that are merged into one checkpoint. The processes of a real run saved them, and torch computes the
+expected result.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,13 @@ from tests.support.command import Command
 from tests.support.conversions import converted, read, refused, run_without_torch
 from tests.support.rank_runs import MODELS, RANKS, WHOLE, assert_merged, assert_merged_optimizer, bits, run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about itself
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch about its own code
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders of a run of four processes."""
-    torch.zeros(0)  # where there is no torch, this skips the test
+    """Return the folder with the runs of four processes."""
+    torch.zeros(0)  # skips the test if torch is not installed
     if torch_facts.version() < (2, 7):
         pytest.skip("torch 2.6 distributes no tensors without sending them")
     return run_ranks(tmp_path_factory.mktemp("runs"))
@@ -46,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["spread", "sharded"])
 def test_whole(name: str, runs: Path, tmp_path: Path) -> None:
-    """Of all dtypes, sizes and placements: what comes out is the whole, bit for bit."""
+    """Tensors of all dtypes, sizes and placements become the complete tensors, bit for bit."""
     ckptconv.convert(runs / name, tmp_path / "out.pt")
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
     assert bits(loaded) == bits(torch.load(runs / f"{name}.{WHOLE}", weights_only=True))
@@ -54,14 +56,14 @@ def test_whole(name: str, runs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, runs: Path, tmp_path: Path) -> None:
-    """Of all kinds of runs: what comes out is the full state dict, bit for bit, and the plain model loads it."""
+    """The files of each kind of run become the full state dict, bit for bit, and the plain model loads it."""
     assert_merged(runs / name, tmp_path / "out.pt")
 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """As few as can share."""
-    torch.zeros(0)  # where there is no torch, this skips the test
+    """The files of only two processes are merged too."""
+    torch.zeros(0)  # skips the test if torch is not installed
     runs = run_ranks(tmp_path, 2)
     for name in MODELS:
         assert_merged(runs / name, tmp_path / f"{name}.pt")
@@ -69,13 +71,13 @@ def test_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fsdp2", "hsdp", "tp"])
 def test_optimizer(name: str, runs: Path, tmp_path: Path) -> None:
-    """The optimizer's files stand beside the model's, and are asked for by their pattern."""
+    """The files of the optimizer are next to those of the model, and a pattern selects them."""
     assert_merged_optimizer(runs / name, RANKS, tmp_path / "out.pt")
 
 
-def test_by_any_way_in(runs: Path, tmp_path: Path) -> None:
-    """A folder, all of its files and their pattern are one; a folder as the target gets it under the model's name,
-    shards are cut of the whole, and nothing that only moves bytes imports torch.
+def test_folder_files_and_pattern_give_the_same_result(runs: Path, tmp_path: Path) -> None:
+    """A folder, all of its files, and their pattern give the same result, also as shards. In a target folder, the
+    output has the name of the model. A conversion that only moves bytes does not import torch.
     """
     folder, whole = runs / "fsdp2", tmp_path / "whole.safetensors"
     files = sorted(folder.glob("model_*"))
@@ -94,8 +96,10 @@ def test_by_any_way_in(runs: Path, tmp_path: Path) -> None:
     assert bits(ckptconv.load(pattern)) == bits(torch.load(runs / f"fsdp2.{WHOLE}"))
 
 
-def test_what_says_which_set(runs: Path, tmp_path: Path, command: Command) -> None:
-    """Where several sets stand in a folder the model's is meant, and the others are named; a list has each as one."""
+def test_choice_of_a_set(runs: Path, tmp_path: Path, command: Command) -> None:
+    """In a folder with several sets, the set of the model is read, and a note names the others. A listing contains each
+    set once. Two sets of models are refused.
+    """
     listed = command("inspect", runs / "fsdp2").out
     assert all(listed.count(name) == 1 for name in ("extra_state_", "model_", "optim_")), listed
     assert command.json("inspect", runs / "fsdp1")["format"] == "rank files"
@@ -107,8 +111,10 @@ def test_what_says_which_set(runs: Path, tmp_path: Path, command: Command) -> No
     refused(UnsupportedError, "the rank files of 2 checkpoints", tmp_path / "two", tmp_path / "out.pt")
 
 
-def test_some_files_are_not_there(runs: Path, tmp_path: Path, command: Command) -> None:
-    """A rank that is missing, or left out of the command, is named; so is one that the run did not have."""
+def test_missing_and_additional_ranks(runs: Path, tmp_path: Path, command: Command) -> None:
+    """An error names a rank that is missing or not in the command. A rank that the run did not have, and two files of
+    the same rank, are refused.
+    """
     src = shutil.copytree(runs / "fsdp1", tmp_path / "src")
     files = sorted(src.iterdir())
     command("convert", *files[:3], tmp_path / "out.pt", status=2, err=("rank_3.pt", "rank_*.pt"))
@@ -121,7 +127,7 @@ def test_some_files_are_not_there(runs: Path, tmp_path: Path, command: Command) 
     refused(MalformedError, "1 rank of 4 are missing.*no model_world_size_4_rank_2.pt", src, tmp_path / "out.pt")
 
 
-#: What happens to the files of four ranks, in their order, and what the three commands say.
+#: Changes of the files of four ranks, which are in order, and a part of the error of all three commands.
 SETS: dict[str, tuple[Callable[[list[Path]], object], str]] = {
     "one is missing": (lambda files: files[2].unlink(), "the files of 1 rank of 4 are missing"),
     "one stands there twice": (lambda files: shutil.copy(files[0], files[1]), "differs from the rank in its name"),
@@ -148,8 +154,8 @@ def renamed(files: list[Path], size: str) -> None:
 
 @pytest.mark.parametrize("case", SETS)
 def test_one_verdict_on_a_set(case: str, runs: Path, tmp_path: Path, command: Command) -> None:
-    """inspect, verify and convert refuse a set for the same reason, given as a folder; verify also where its files are
-    given.
+    """``inspect``, ``verify`` and ``convert`` refuse a folder for the same reason. ``verify`` also reports this reason
+    for a list of the files.
     """
     change, words = SETS[case]
     src = shutil.copytree(runs / "spread", tmp_path / "src")
@@ -162,8 +168,10 @@ def test_one_verdict_on_a_set(case: str, runs: Path, tmp_path: Path, command: Co
     command("verify", sorted(src.iterdir())[0], status=0)
 
 
-def test_one_alone(runs: Path, tmp_path: Path) -> None:
-    """One rank's file stays one in torch's format, and is no whole in any other; what merges all is named."""
+def test_one_rank_file_alone(runs: Path, tmp_path: Path) -> None:
+    """The file of one rank can be converted to torch's format. Other formats refuse the file, and the hint contains the
+    pattern of all files.
+    """
     src = shutil.copytree(runs / "fsdp1", tmp_path / "src")
     (src / "model_world_size_4_rank_3.pt").unlink()
     alone = src / "model_world_size_4_rank_1.pt"
@@ -179,7 +187,7 @@ def test_one_alone(runs: Path, tmp_path: Path) -> None:
 
 
 def edited(src: Path, folder: Path, change: Callable[[dict[str, Any], int], object]) -> Path:
-    """The rank files in `src`, made by the tests, after `change` of each."""
+    """Copy the rank files in `src` to `folder` with a `change` of each state, and return `folder`."""
     folder.mkdir()
     for rank in range(RANKS):
         name = f"model_world_size_{RANKS}_rank_{rank}.pt"
@@ -189,9 +197,9 @@ def edited(src: Path, folder: Path, change: Callable[[dict[str, Any], int], obje
     return folder
 
 
-def test_what_differs_is_refused_until_it_is_left_out(runs: Path, tmp_path: Path) -> None:
-    """Plain and replicated tensors, numbers and texts that are not the same in all files are named, whatever is forced;
-    the options that the error suggests leave out just these.
+def test_different_values_are_refused_until_they_are_left_out(runs: Path, tmp_path: Path) -> None:
+    """Plain and replicated tensors, numbers and texts are refused if they differ between the files, even with
+    ``force``. The options in the hint leave out exactly these values.
     """
 
     def change(state: dict[str, Any], rank: int) -> None:
@@ -216,8 +224,8 @@ def test_what_differs_is_refused_until_it_is_left_out(runs: Path, tmp_path: Path
 
 
 def test_extra_state(runs: Path, tmp_path: Path) -> None:
-    """States that each rank needs for itself are no whole: no option is named that would leave none, but the command
-    that takes one rank's.
+    """States that are different in each rank cannot be merged. The hint suggests converting the file of one rank, and
+    no options that would leave out everything.
     """
     pattern = runs / "fsdp2" / "extra_state_world_size_4_rank_*.pt"
     error = refused(RefusedError, "rng/cpu", pattern, tmp_path / "o.pt", force=True)
@@ -229,7 +237,7 @@ def test_extra_state(runs: Path, tmp_path: Path) -> None:
 
 
 def test_buffers_and_scalars(runs: Path, tmp_path: Path) -> None:
-    """What each process has a copy of is taken once, not summed or appended; what has no dimension stays so."""
+    """A buffer that each process has is taken once and is neither summed nor joined. A scalar remains a scalar."""
     for name in ("fsdp2", "tp", "fsdp1 of DTensors"):
         one = torch.load(runs / name / "model_world_size_4_rank_0.pt", weights_only=False)
         whole = converted(runs / name, tmp_path / f"{name}.pt")
@@ -252,7 +260,7 @@ def spec_of(state: dict[str, Any], name: str = "columns") -> Any:
 
 
 def larger(state: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """Let the tensor say that it has this `shape`, and the part what it has."""
+    """Set the shape of the complete tensor to `shape`, and leave its part as it is."""
     spec = spec_of(state)
     spec.tensor_meta = TensorMeta(torch.Size(shape), (1,) * len(shape), torch.float32)
     state["columns"] = DTensor(state["columns"]._local_tensor, spec, requires_grad=False)
@@ -310,7 +318,7 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any], int], object]]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_lies(lie: str, runs: Path, tmp_path: Path) -> None:
-    """What the files say and cannot be is an error that says where, before anything is written."""
+    """A contradiction in the files is reported with its position, before anything is written."""
     words, change = LIES[lie]
     src = edited(runs / "spread", tmp_path / "src", change)
     assert not ckptconv.verify(src).ok
@@ -319,21 +327,25 @@ def test_lies(lie: str, runs: Path, tmp_path: Path) -> None:
 
 
 def test_two_files_claim_one_shard(runs: Path, tmp_path: Path) -> None:
-    """Shards of a ShardedTensor, which does not say its rank, that two files have leave holes elsewhere."""
+    """A ShardedTensor does not record its rank. If two files contain the same shards, the error reports the resulting
+    holes.
+    """
     src = shutil.copytree(runs / "sharded", tmp_path / "src")
     shutil.copy(src / "model_world_size_4_rank_0.pt", src / "model_world_size_4_rank_1.pt")
     refused(MalformedError, "leave holes", src, tmp_path / "out.pt")
 
 
 def as_tensor(mesh: Any) -> dict[str, Any]:
-    """The state of `mesh` before torch 2.9: the ranks in a tensor."""
+    """Return the state of `mesh` before torch 2.9, with the ranks in a tensor."""
     ranks = torch.arange(RANKS).reshape([axis.shape[0] for axis in mesh._layout.axes])
     old = {"device_type": "cpu", "mesh": ranks, "mesh_dim_names": mesh._mesh_dim_names}
     return old | {"_flatten_mesh_list": (*range(RANKS),), "_coordinate_on_dim": list(mesh._coordinate_on_dim)}
 
 
 def as_shape(mesh: Any) -> dict[str, Any]:
-    """The state of `mesh` before torch 2.13: a layout of a shape and strides, numbers where it has one dimension."""
+    """Return the state of `mesh` before torch 2.13. Its layout has a shape and strides, which are numbers if there is
+    only one dimension.
+    """
     axes, layout = mesh._layout.axes, object.__new__(type(mesh._layout))
     shape, stride = (tuple(getattr(axis, name)[0] for axis in axes) for name in ("shape", "stride"))
     vars(layout).update({"shape": shape, "stride": stride} if len(axes) > 1 else {"shape": shape[0], "stride": 1})
@@ -344,8 +356,8 @@ def as_shape(mesh: Any) -> dict[str, Any]:
 def test_older_meshes(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_of: Callable[[Any], dict[str, Any]]
 ) -> None:
-    """A mesh as older versions pickle it, and the classes under the names that they had before 2.5, are read as those
-    of today. The states are imitated: no file of such a version was at hand.
+    """Meshes as older versions pickle them, and classes with their names from before torch 2.5, are read like those of
+    today. The states are imitated, because no file of such a version was available.
     """
     seen: dict[int, Any] = {}
 
@@ -376,13 +388,13 @@ def test_older_meshes(
 
 
 def test_flat_parameters(runs: Path, tmp_path: Path) -> None:
-    """What LOCAL_STATE_DICT leaves is refused with what is needed."""
+    """The flat parameters of ``LOCAL_STATE_DICT`` are refused, and the hint names the type that is needed."""
     error = refused(UnsupportedError, "flat parameter", runs / "flat", tmp_path / "out.pt")
     assert "SHARDED_STATE_DICT" in str(error.hint)
 
 
 def test_ties_and_devices_stay(runs: Path, tmp_path: Path) -> None:
-    """Names that were tied in each rank are tied in the whole, on the device where the first rank had its part."""
+    """Names that are tied in each rank are tied in the output. The tensors are on the device of the first rank."""
     src = edited(runs / "spread", tmp_path / "src", lambda state, rank: None)
     for rank, path in enumerate(sorted(src.iterdir())):
         ckptconv.convert(path, path, map_location=f"cuda:{rank}", force=True)
@@ -403,7 +415,9 @@ def test_ties_and_devices_stay(runs: Path, tmp_path: Path) -> None:
     ],
 )
 def test_bounds(bound: str, most: int, words: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor has strips, a mesh has ranks, and a file asks for steps for each opcode, up to a bound."""
+    """The number of strips of a tensor, the number of ranks of a mesh, and the steps for each opcode of a file are
+    bounded.
+    """
     monkeypatch.setattr(rank_parts, "LIMITS", dataclasses.replace(LIMITS, **{bound: most}))
     ckptconv.convert(runs / "spread", tmp_path / "out.pt")
     monkeypatch.setattr(rank_parts, "LIMITS", dataclasses.replace(LIMITS, **{bound: most - 1}))
@@ -411,7 +425,9 @@ def test_bounds(bound: str, most: int, words: str, runs: Path, tmp_path: Path, m
 
 
 def test_the_long_name_of_a_mesh(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts for each layout that contains it: many tensors can share a mesh, each with placements of its own."""
+    """The name of a mesh is counted as work for each layout that contains it. Many tensors can share a mesh, each with
+    its own placements.
+    """
     charged: list[int] = []
     monkeypatch.setattr(rank_parts, "work", lambda: SimpleNamespace(charge=charged.append))
 

@@ -1,5 +1,5 @@
-"""Folders of safetensors files with parts of tensors: put together as torch's own reader
-does, and never taken for a model each.
+"""Folders of safetensors files that contain parts of tensors. The parts are assembled as by torch's own reader, and no
+part is taken for a model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.judge import assert_same
 from tests.support.writers import ALONE
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*single process"),  # torch's, about there being no others
+    pytest.mark.filterwarnings("ignore:.*single process"),  # a warning of torch
     pytest.mark.skipif(not dcp_ranks.HAS_HF, reason="this torch has no such writer"),
 ]
 
@@ -40,7 +40,7 @@ WHOLE = {
 
 
 def by_torch(folder: Path) -> dict[str, torch.Tensor]:
-    """What torch's reader makes of `folder`."""
+    """Return the tensors that torch's own reader reads from `folder`."""
     state: dict[str, Any] = {}
     _load_state_dict(
         state, dcp_of_torch.HuggingFaceStorageReader(str(folder)), planner=_EmptyStateDictLoadPlanner(), **ALONE
@@ -49,7 +49,7 @@ def by_torch(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def part(path: Path, tensors: dict[str, torch.Tensor], offsets: dict[str, Any]) -> Path:
-    """A file with parts, `tensors` that begin at `offsets`."""
+    """Write a file of parts, with `tensors` that begin at `offsets`, and return its path."""
     path.parent.mkdir(exist_ok=True)
     info = {name: {"saved_offsets": first} for name, first in offsets.items()}
     save_file(tensors, path, {SHARDING_INFO: json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"})
@@ -57,9 +57,9 @@ def part(path: Path, tensors: dict[str, torch.Tensor], offsets: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_parts_are_put_together(ranks: Path, tmp_path: Path, suffix: str) -> None:
-    """The tensors are whole, as the run had them and as torch's own reader gives them; what was said of
-    parts is gone.
+def test_parts_are_assembled(ranks: Path, tmp_path: Path, suffix: str) -> None:
+    """Tensors are assembled and equal those of the run and of torch's own reader. The metadata of the parts is
+    removed.
     """
     path = tmp_path / f"out.{suffix}"
     report = ckptconv.convert(ranks / "hf", path, verify=True)
@@ -77,16 +77,16 @@ def test_parts_are_put_together(ranks: Path, tmp_path: Path, suffix: str) -> Non
 
 
 def test_casts_and_loads(ranks: Path, safe: Path) -> None:
-    """They are rounded on the way, and loaded without being written."""
+    """Tensors are cast and renamed while they are assembled. ``load`` returns them without writing a file."""
     found = converted(ranks / "hf", safe, dtype={"*rows*": "bf16"}, rename=[("^", "m.")])
     assert_same(found["m.rows and columns"], WHOLE["rows and columns"].bfloat16())
     assert_same(ckptconv.load(ranks / "hf")["columns twice"], WHOLE["columns twice"])
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_one_part_is_no_model(ranks: Path, tmp_path: Path, number: int) -> None:
-    """A file of one process is refused, also the first, in which everything begins at 0, and also under another name;
-    the answer is the folder.
+def test_one_part_is_not_a_model(ranks: Path, tmp_path: Path, number: int) -> None:
+    """The file of one process is refused, also under another name, and the error suggests the folder. This is also true
+    for the first file, in which all parts begin at 0.
     """
     path = ranks / f"hf/shard-{number:05}-model-00001-of-00001.safetensors"
     renamed = tmp_path / "model.safetensors"
@@ -104,8 +104,8 @@ def test_one_part_is_no_model(ranks: Path, tmp_path: Path, number: int) -> None:
 
 
 def test_whole_files_of_the_same_writer_are_models(tmp_path: Path) -> None:
-    """Where each tensor is whole, and the name says so, the file is a model; what it
-    says of parts is left behind by name.
+    """A file of the same writer is a model if its name is that of a model and its tensors are complete. The information
+    about parts is left behind, and the report names it.
     """
     writer = dcp_of_torch.HuggingFaceStorageWriter(str(tmp_path / "hf"))
     dcp_of_torch.save({"a": torch.ones(2, 3)}, storage_writer=writer, **ALONE)
@@ -120,7 +120,7 @@ def test_whole_files_of_the_same_writer_are_models(tmp_path: Path) -> None:
 
 
 def test_holes_and_overlaps(ranks: Path, tmp_path: Path) -> None:
-    """A part that is missing, and one that is there twice, are refused by the name of a tensor."""
+    """A missing part and a repeated part are refused, and the error contains the name of a tensor."""
     folder = Path(shutil.copytree(ranks / "hf", tmp_path / "hf"))
     second = folder / "shard-00002-model-00001-of-00001.safetensors"
     second.rename(tmp_path / "second")
@@ -134,14 +134,16 @@ def test_holes_and_overlaps(ranks: Path, tmp_path: Path) -> None:
 
 
 def test_any_names_and_empty_parts(tmp_path: Path) -> None:
-    """Parts are known by what they say, under any names; a part can be empty, and a tensor a single number."""
+    """Parts are recognized by their metadata, whatever the names of the files are. A part can be empty, and a tensor
+    can be a scalar.
+    """
     part(tmp_path / "x/one.safetensors", {"w": torch.ones(2, 3), "s": torch.tensor(2.0)}, {"w": [0, 0], "s": []})
     part(tmp_path / "x/two.safetensors", {"w": torch.zeros(0, 3)}, {"w": [2, 0]})
     assert_same(ckptconv.load(tmp_path / "x"), {"s": torch.tensor(2.0), "w": torch.ones(2, 3)})
 
 
-def test_what_is_no_part_stands_elsewhere(tmp_path: Path) -> None:
-    """A file that says nothing of parts, among those that do, is refused: its tensors could be anything."""
+def test_file_without_information_about_parts_is_refused(tmp_path: Path) -> None:
+    """A file without information about parts is refused among files with it, because its tensors could be anything."""
     part(tmp_path / "shard-00001-model-00001-of-00001.safetensors", {"w": torch.ones(2)}, {"w": [0]})
     save_file({"v": torch.ones(2)}, tmp_path / "other.safetensors")
     with pytest.raises(MalformedError, match="without DCP_SHARDING_INFO"):
@@ -149,7 +151,7 @@ def test_what_is_no_part_stands_elsewhere(tmp_path: Path) -> None:
 
 
 def test_parts_of_two_dtypes(tmp_path: Path) -> None:
-    """Parts of one tensor have one dtype and one rank."""
+    """Parts of one tensor are refused if they differ in dtype or in the number of dimensions."""
     for i, other in enumerate((torch.ones(2, dtype=torch.float16), torch.ones(2, 1))):
         folder = tmp_path / str(i)
         part(folder / "shard-00001-model-00001-of-00001.safetensors", {"w": torch.ones(2)}, {"w": [0]})
@@ -158,7 +160,7 @@ def test_parts_of_two_dtypes(tmp_path: Path) -> None:
             ckptconv.inspect(folder)
 
 
-#: What makes no sense of a tensor of two elements, and of a number.
+#: Invalid information about a tensor of two elements, and about a scalar.
 BAD_INFO = {
     "elements": [
         "",
@@ -179,14 +181,14 @@ BAD_INFO = {
         "[" * 100_000,
         '{"w": {"saved_offsets": [' + "9" * 5000 + "]}}",
     ],
-    # it has no first index, and still something has to be said of it
+    # A scalar has no offsets, but the information must contain an entry for it.
     "number": ["3", "null", "[1]", '"w"', "{}", '{"w": 1}', '{"w": {}}', '{"v": {"saved_offsets": []}}'],
 }
 
 
 @pytest.mark.parametrize(("kind", "info"), [(kind, info) for kind, infos in BAD_INFO.items() for info in infos])
 def test_bad_info(tmp_path: Path, kind: str, info: str) -> None:
-    """Whatever the text says that makes no sense is one typed error, for the folder and for the file."""
+    """Invalid information about parts is reported, for the folder and for the file."""
     path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
     save_file({"w": torch.ones(2) if kind == "elements" else torch.tensor(2.0)}, path, {SHARDING_INFO: info})
     for each in (path, tmp_path):
@@ -194,8 +196,10 @@ def test_bad_info(tmp_path: Path, kind: str, info: str) -> None:
             ckptconv.inspect(each)
 
 
-def test_info_is_no_deeper_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the stack is small, as in a browser, its parser would end the process."""
+def test_depth_of_the_information_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Information that is nested too deeply is refused. With a small stack, as in a browser, the JSON parser would end
+    the process.
+    """
     path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
     save_file({"w": torch.ones(2)}, path, {SHARDING_INFO: '{"w": ' + "[" * 400 + "]" * 400 + "}"})
     monkeypatch.setattr(safetensors_header, "LIMITS", replace(LIMITS, nesting=400))

@@ -1,4 +1,6 @@
-"""Folders of DeepSpeed ZeRO that become one checkpoint. ``tests/long/test_zero_runs.py`` has DeepSpeed's own."""
+"""Folders of DeepSpeed ZeRO that are merged into one checkpoint. ``tests/long/test_zero_runs.py`` tests folders that
+DeepSpeed itself wrote.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ from tests.support import fake_s3
 from tests.support.command import Command
 from tests.support.zero_folders import TAG, Files, Saved, a_run, deepspeed_modules, quantized, write_zero
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about itself
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch about its own code
 
-#: What a run can be, besides the number of its ranks.
+#: Kinds of runs, which can have any number of ranks.
 KINDS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
@@ -37,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def assert_whole(out: dict[str, Any], run: Saved, *, stage: int, elastic: bool = False, **_: Any) -> None:
-    """`out` is what the run had."""
+    """Check that `out` equals the state of `run`."""
     module = out["module"]
     expected = {**run.weights, **run.frozen, **run.buffers}
     assert module.keys() == {*expected, *run.shared}
@@ -53,7 +55,7 @@ def assert_whole(out: dict[str, Any], run: Saved, *, stage: int, elastic: bool =
         for key, moments in run.moments.items():
             assert torch.equal(values[key], moments[name]), (name, key)
     steps = {values["step"].data_ptr() for values in state.values()}
-    assert len(steps) == len(state)  # optimizers count in place
+    assert len(steps) == len(state)  # optimizers increment the steps in place
     assert [group["params"] for group in groups] == run.groups
     assert all(group.keys() == {"params"} if elastic else group["lr"] == 1e-3 for group in groups)
     assert (out["lr_scheduler"], out["global_steps"], out["epoch"]) == ({"last_epoch": 3}, 3, 7)
@@ -64,7 +66,9 @@ def assert_whole(out: dict[str, Any], run: Saved, *, stage: int, elastic: bool =
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("ranks", "groups", "frozen"), [(1, 1, False), (2, 2, False), (3, 1, True), (11, 2, True)])
 def test_whole(kind: str, ranks: int, groups: int, frozen: bool, tmp_path: Path) -> None:
-    """The weights, the moments and the rest, of runs of all kinds; ranks are in the order of their numbers."""
+    """The weights, the moments and all other values of each kind of run are merged. The ranks are in the order of their
+    numbers.
+    """
     run = a_run(groups=groups, frozen=frozen)
     folder = write_zero(tmp_path / "run", run, ranks=ranks, client={"epoch": 7}, **KINDS[kind])
     ckptconv.convert(folder, tmp_path / "out.pt")
@@ -73,7 +77,9 @@ def test_whole(kind: str, ranks: int, groups: int, frozen: bool, tmp_path: Path)
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_targets(stage: int, tmp_path: Path, command: Command) -> None:
-    """The folder above, the tag's folder, a cast, shards, and the weights only."""
+    """The folder of the run and the folder of its tag are converted to a file, to shards, with a cast, and to the
+    weights only.
+    """
     run = a_run()
     folder = write_zero(tmp_path / "checkpoint-3", run, stage=stage)
     command("convert", folder / TAG, tmp_path / "out.safetensors")
@@ -89,7 +95,9 @@ def test_targets(stage: int, tmp_path: Path, command: Command) -> None:
 
 
 def test_inspect(tmp_path: Path, command: Command) -> None:
-    """Stage, ranks, tag, parameters and the optimizer; in a folder of several, each is one line."""
+    """``inspect`` shows the stage, the ranks, the tag, the parameters and the optimizer. For a folder with several
+    checkpoints, it prints one line for each.
+    """
     for step in (1, 2):
         write_zero(tmp_path / f"checkpoint-{step}", tag=f"global_step{step}", ranks=3)
     shown = command("inspect", tmp_path / "checkpoint-2").out
@@ -100,7 +108,7 @@ def test_inspect(tmp_path: Path, command: Command) -> None:
 
 
 def test_what_is_left_behind(tmp_path: Path, command: Command) -> None:
-    """It is named: the 16-bit weights, DeepSpeed's own objects, and other files."""
+    """The report names the 16-bit weights, the objects of DeepSpeed, and other files as left behind."""
     folder = write_zero(tmp_path / "run")
     torch.save({"seed": 1}, folder / "rng_state_0.pth")
     shown = command("convert", folder, tmp_path / "out.pt").err
@@ -109,8 +117,10 @@ def test_what_is_left_behind(tmp_path: Path, command: Command) -> None:
     assert "1 other file left: rng_state_0.pth" in shown
 
 
-def test_a_weight_that_no_file_has_is_named(tmp_path: Path) -> None:
-    """One that is trained, but not by the optimizer: stage 3 saves it without elements."""
+def test_a_weight_that_no_file_contains_is_named(tmp_path: Path) -> None:
+    """Stage 3 saves a weight without elements if the weight is trained, but not by the optimizer. No file contains such
+    a weight, so it is left behind, and the report names it.
+    """
     folder = write_zero(
         tmp_path / "run", stage=3, change=lambda f: [each["module"].update(lost=torch.empty(0)) for each in f.models]
     )
@@ -122,8 +132,10 @@ def test_a_weight_that_no_file_has_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", ["out.pt", "out.safetensors"])
-def test_weights_without_elements_are_no_state_dict(out: str, tmp_path: Path, command: Command) -> None:
-    """The weights in a file of stage 3 are elsewhere; a file of stage 2 has them."""
+def test_weights_without_elements_are_not_a_state_dict(out: str, tmp_path: Path, command: Command) -> None:
+    """A single file of stage 3 contains weights without elements, so it is refused, and the hint contains a command. A
+    file of stage 2 contains the weights.
+    """
     for stage, name in ((3, "zero_pp_rank_0_mp_rank_00_model_states.pt"), (2, "mp_rank_00_model_states.pt")):
         folder = write_zero(tmp_path / str(stage), stage=stage)
         ran = command("convert", folder / TAG / name, tmp_path / out, "--state-dict", status=1 if stage == 3 else 0)
@@ -133,8 +145,10 @@ def test_weights_without_elements_are_no_state_dict(out: str, tmp_path: Path, co
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_an_optimizer_of_torch(stage: int, tmp_path: Path) -> None:
-    """With numbers, in the order of the run's groups, ``load_state_dict`` takes it, and each parameter counts alone."""
+def test_torch_loads_the_optimizer_by_numbers(stage: int, tmp_path: Path) -> None:
+    """``load_state_dict`` loads the optimizer by numbers, in the order of the groups of the run. Each parameter has its
+    own step.
+    """
     run = a_run(groups=2)
     folder = write_zero(tmp_path / "run", run, stage=stage, round_robin=stage == 2)
     ckptconv.convert(folder, tmp_path / "out.pt", optimizer="numbers")
@@ -151,7 +165,7 @@ def test_an_optimizer_of_torch(stage: int, tmp_path: Path) -> None:
 
 
 def test_in_a_store(tmp_path: Path) -> None:
-    """A folder in S3 is read by ranges."""
+    """A folder in S3 is merged."""
     run = a_run()
     folder = write_zero(tmp_path / "run", run)
     with fake_s3.running_fake(tmp_path) as store:
@@ -165,7 +179,9 @@ def test_in_a_store(tmp_path: Path) -> None:
 
 
 def test_lightning(tmp_path: Path) -> None:
-    """Client state at the root, names without the wrapper's prefix, and a list of optimizers."""
+    """In a checkpoint of Lightning, the client state is at the root, the names have no prefix of the wrapper, and the
+    optimizers are in a list.
+    """
     run = a_run()
 
     def wrapped(files: Files) -> None:
@@ -188,7 +204,7 @@ def test_lightning(tmp_path: Path) -> None:
 
 
 def test_tags_of_devices(tmp_path: Path) -> None:
-    """A tensor is on the device of the rank that has its first part."""
+    """A merged tensor is on the device of the rank that has its first part."""
     folder = write_zero(tmp_path / "run", ranks=2)
     for rank in range(2):
         path = folder / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
@@ -200,7 +216,7 @@ def test_tags_of_devices(tmp_path: Path) -> None:
 
 
 def test_shards_in_the_same_folder(tmp_path: Path) -> None:
-    """A sharded set next to the tag's folder is what the folder is, as for every other reader of sets."""
+    """A folder with a sharded set next to the folder of the tag is read as the sharded set."""
     folder = write_zero(tmp_path / "checkpoint-3")
     for i in (1, 2):
         torch.save({f"w{i}": torch.ones(i)}, folder / f"pytorch_model-0000{i}-of-00002.bin")
@@ -209,7 +225,9 @@ def test_shards_in_the_same_folder(tmp_path: Path) -> None:
 
 
 def test_no_optimizer_state(tmp_path: Path) -> None:
-    """A run that took no step, and a state that a script took out."""
+    """After a run without steps, the state of the optimizer is empty. If a script has removed the state, the output
+    contains no optimizer, and a note reports it.
+    """
     folder = write_zero(tmp_path / "empty", change=lambda files: [_empty(each) for each in files.optims] and None)
     ckptconv.convert(folder, tmp_path / "empty.pt")
     out = torch.load(tmp_path / "empty.pt", weights_only=True)
@@ -231,7 +249,7 @@ def _gone(optim: dict[str, Any]) -> None:
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
-    """Each record is compared with its checksum, although the output has no place for one."""
+    """A damaged record is reported by its checksum, and nothing is written."""
     folder = write_zero(tmp_path / "run")
     path = folder / TAG / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     data = bytearray(path.read_bytes())
@@ -248,7 +266,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_verify(stage: int, tmp_path: Path, command: Command) -> None:
-    """The files of all ranks are one checkpoint, each record is compared once, and what loading would run is named."""
+    """``verify`` checks the files of all ranks as one checkpoint, compares each record once, and names the code that
+    loading would run. Truncated and missing files are reported.
+    """
     folder = write_zero(tmp_path / "run", stage=stage)
     shown = command("verify", tmp_path).out
     records = 13 + 10 * 2 if stage == 2 else 13 * 2 + 10 * 2
@@ -265,7 +285,7 @@ def test_verify(stage: int, tmp_path: Path, command: Command) -> None:
 
 
 def test_verify_compares_the_ranks(tmp_path: Path, command: Command) -> None:
-    """Two files that are sound by themselves can be of two runs."""
+    """``verify`` reports two files that are valid alone but belong to different runs."""
     folder = write_zero(tmp_path / "run", change=lambda files: _step(inner(files, 1)))
     for path in (folder / TAG).iterdir():
         command("verify", path)
@@ -274,7 +294,9 @@ def test_verify_compares_the_ranks(tmp_path: Path, command: Command) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_danger_is_found_in_each_file(rank: int, tmp_path: Path, command: Command) -> None:
-    """Also in what no output has, and in another member of a file."""
+    """A dangerous call is found in each file, also in an object that no output contains, and in another member of the
+    archive.
+    """
     marker = tmp_path / "marker"
 
     class Attack:
@@ -292,23 +314,23 @@ def test_danger_is_found_in_each_file(rank: int, tmp_path: Path, command: Comman
     assert not marker.exists()
 
 
-# Folders that lie
+# Contradictory folders
 
 
 def inner(files: Files, rank: int = 0) -> dict[str, Any]:
-    """The optimizer's dict of a rank."""
+    """Return the dict of the optimizer of `rank`."""
     found: dict[str, Any] = files.optims[rank]["optimizer_state_dict"]
     return found
 
 
 def flats(files: Files, rank: int = 0) -> list[Any]:
-    """The flat fp32 tensors of a rank."""
+    """Return the flat fp32 tensors of `rank`."""
     found: list[Any] = inner(files, rank)["single_partition_of_fp32_groups"]
     return found
 
 
 def shapes(files: Files, rank: int = 0) -> dict[str, Any]:
-    """The shapes in the model states of a rank."""
+    """Return the shapes in the model states of `rank`."""
     found: dict[str, Any] = files.models[rank]["param_shapes"][0]
     return found
 
@@ -318,7 +340,7 @@ def _step(optim: dict[str, Any]) -> None:
 
 
 def _lies() -> dict[str, tuple[int, Callable[[Files], object], str]]:
-    """The stage, the change, and a part of the error."""
+    """Return the stage, the change and a part of the error for each contradiction."""
     size = torch.Size
     return {
         "a shape that is too large": (2, lambda f: shapes(f).update(scale=size([99])), "does not fit|different shapes"),
@@ -372,7 +394,7 @@ LIES = _lies()
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_is_a_typed_error(lie: str, tmp_path: Path) -> None:
-    """Before anything is written, and `inspect` says the same."""
+    """``convert`` and ``inspect`` refuse a folder with a contradiction, and nothing is written."""
     stage, change, words = LIES[lie]
     folder = write_zero(tmp_path / "run", stage=stage, change=change)
     with pytest.raises((MalformedError, UnsupportedError), match=words):
@@ -383,14 +405,16 @@ def test_a_lie_is_a_typed_error(lie: str, tmp_path: Path) -> None:
 
 
 def test_an_error_about_a_part_names_the_file(tmp_path: Path) -> None:
-    """Also one about a value that is read without its file."""
+    """The error about a value contains the path of the checkpoint, even if the value is read without its file."""
     folder = write_zero(tmp_path / "run", change=lambda f: shapes(f).update(scale=torch.Size([1] * 65)))
     with pytest.raises(LimitError, match=r"run.*too many dimensions"):
         ckptconv.inspect(folder)
 
 
 def test_quantized_optimizers(tmp_path: Path, command: Command) -> None:
-    """Refused; at stages 1 and 2 the 16-bit weights are in one file, and at stage 3 nowhere."""
+    """Quantized optimizers are refused. At stage 2, the hint names the file with the 16-bit weights, which can be
+    converted. At stage 3, no file contains these weights, so there is no hint.
+    """
     folder = write_zero(tmp_path / "two", change=quantized)
     with pytest.raises(UnsupportedError, match="absmax1 does not have one number for each weight") as caught:
         ckptconv.convert(folder, tmp_path / "out.pt")
@@ -413,7 +437,9 @@ def test_quantized_optimizers(tmp_path: Path, command: Command) -> None:
     ],
 )
 def test_other_runs(name: str, words: str, tmp_path: Path) -> None:
-    """Runs that divide more than the data are refused by the names of their files."""
+    """Runs that divide more than the data are recognized by the names of their files and refused. The hint names
+    DeepSpeed's own script.
+    """
     folder = write_zero(tmp_path / "run")
     shutil.copy(folder / TAG / "mp_rank_00_model_states.pt", folder / TAG / name)
     with pytest.raises(UnsupportedError, match=words) as caught:
@@ -423,7 +449,7 @@ def test_other_runs(name: str, words: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_missing_files(stage: int, tmp_path: Path) -> None:
-    """Each is named; so are two files of one rank, and truncated ones."""
+    """A missing file is named in the error. Truncated files and two files of the same rank are refused."""
     whole = write_zero(tmp_path / "run", stage=stage, ranks=3)
     for path in sorted((whole / TAG).iterdir()):
         folder = Path(shutil.copytree(whole, tmp_path / f"without {path.name}"))
@@ -442,7 +468,9 @@ def test_missing_files(stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [(1, 0), (1, 1)])
 def test_files_of_other_ranks(names: tuple[int, int], tmp_path: Path) -> None:
-    """Files whose names were exchanged, and the last one twice: its padding is found before data."""
+    """Files with exchanged names are refused, and so is the last file under two names, because its padding comes before
+    data.
+    """
     folder = write_zero(tmp_path / "run") / TAG
     path = str(folder / "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt")
     data = [Path(path.format(rank)).read_bytes() for rank in names]
@@ -454,7 +482,7 @@ def test_files_of_other_ranks(names: tuple[int, int], tmp_path: Path) -> None:
 
 
 def test_tags_that_lead_elsewhere(tmp_path: Path) -> None:
-    """``latest`` is read as the name of a folder below, and as nothing else."""
+    """``latest`` is read only as the name of a folder below its own."""
     write_zero(tmp_path / "run")
     (tmp_path / "other").mkdir()
     for tag in ("../run/" + TAG, str(tmp_path / "run" / TAG), "", "\0", "x" * 5000, "gone"):
@@ -466,7 +494,7 @@ def test_tags_that_lead_elsewhere(tmp_path: Path) -> None:
 
 
 def test_many_groups(tmp_path: Path) -> None:
-    """Groups that the files name as often as they like, without anything in them, cost no more than their names."""
+    """A folder with many empty groups is merged. Such groups cost no more than their entries in the files."""
 
     def many(files: Files) -> None:
         files.models[0]["param_shapes"] += [{}] * 20_000
@@ -484,7 +512,7 @@ def test_many_groups(tmp_path: Path) -> None:
 
 
 def test_too_many_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bound on the pieces that parameters are cut into."""
+    """The number of pieces that parameters are cut into is bounded."""
     folder = write_zero(tmp_path / "run", stage=3)
     monkeypatch.setattr("ckptconv.formats.distributed.zero_flat.LIMITS", dataclasses.replace(LIMITS, zero_cuts=9))
     with pytest.raises(LimitError, match="too many pieces"):
@@ -492,7 +520,9 @@ def test_too_many_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_pieces_of_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each value in the state of a parameter is as many pieces as the parameter. They are counted."""
+    """Each value in the state of a parameter consists of as many pieces as the parameter, and these pieces are counted
+    as work.
+    """
     monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=100_000))
     ranks, flat = 8, torch.zeros(100, dtype=torch.uint8)
     shapes = {f"w{i}": torch.Size([ranks]) for i in range(len(flat))}
@@ -506,7 +536,7 @@ def test_pieces_of_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ckptconv.inspect(tmp_path)
 
 
-def test_a_version_that_nobody_prints(tmp_path: Path) -> None:
+def test_a_huge_version_number(tmp_path: Path) -> None:
     def change(files: Files) -> None:
         files.models[0]["ds_version"] = 1 << 20_000
 

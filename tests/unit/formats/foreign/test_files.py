@@ -1,5 +1,5 @@
-"""What is no checkpoint is said to be what it is, with the bytes that are missing where they can
-be counted, and a next step that works.
+"""Files that are not checkpoints. The error names the kind of the file, the number of missing bytes if it can be
+computed, and a next step that works.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OBJECT = {"a": torch.arange(5000.0), "b": torch.arange(700, dtype=torch.uint8), 
 
 
 def error_of(path: Path, words: str | None = None) -> InputError:
-    """The error in which reading `path` ends: one line that says `words`."""
+    """Return the error from reading `path`, which is one line that contains `words`."""
     error = unreadable(path, InputError, words)
     assert "\n" not in str(error)
     return error
@@ -55,13 +55,13 @@ Make = Callable[..., InputError]
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The path of a file that tests cut."""
+    """Return the path of a file that a test truncates."""
     return tmp_path / "m.pt"
 
 
 @pytest.fixture
 def say(tmp_path: Path) -> Make:
-    """A function that writes bytes to a file, and gives the error that says what they are."""
+    """Return a function that writes bytes to a file and returns the error from reading it."""
 
     def write(data: bytes, name: str = "x.pt") -> InputError:
         (tmp_path / name).write_bytes(data)
@@ -78,7 +78,7 @@ def msgpack_text(text: str) -> bytes:
 
 
 def flax_array(shape: int = 3) -> bytes:
-    """An array as flax writes it: type 1, and in it [shape, dtype, bytes]."""
+    """Return an array as flax writes it: type 1, which contains [shape, dtype, bytes]."""
     data = bytes(4 * shape)
     inner = b"\x93\x91" + bytes([shape]) + msgpack_text("float32") + b"\xc4" + bytes([len(data)]) + data
     return b"\xc7" + bytes([len(inner)]) + b"\x01" + inner
@@ -88,7 +88,7 @@ PARAMS = b"\x82" + msgpack_text("step") + b"\x07" + msgpack_text("params") + b"\
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n"
 ONNX = b"\x08\x07\x12\x07pytorch\x1a\x032.0\x3a\x05\x0a\x03abc"
 
-#: By what it is: bytes, what the message says, what the next step says.
+#: For each kind of file: its bytes, a pattern of the error, and a part of the hint.
 FILES: dict[str, tuple[bytes, str, str]] = {
     "empty": (b"", "the file is empty", "download or copy it again"),
     "pointer": (LFS, "a Git LFS pointer, not the file itself .123,456,789 bytes", "with Git LFS"),
@@ -190,7 +190,9 @@ FILES: dict[str, tuple[bytes, str, str]] = {
 
 @pytest.mark.parametrize("kind", FILES)
 def test_each_kind_of_file_is_named_with_its_next_step(say: Make, kind: str) -> None:
-    """By content: the suffix is a checkpoint's each time."""
+    """Each kind of file is recognized by its content, although its suffix is that of a checkpoint. The hint contains a
+    next step.
+    """
     data, what, hint = FILES[kind]
     error = say(data)
     assert re.search(what, str(error)), str(error)
@@ -201,7 +203,7 @@ def test_each_kind_of_file_is_named_with_its_next_step(say: Make, kind: str) -> 
 @pytest.mark.parametrize(
     ("name", "data", "what"),
     [
-        # data of TensorFlow have no mark, and protocol buffers none that is sure
+        # Data files of TensorFlow have no signature, and protocol buffers have no reliable one.
         ("model.ckpt.data-00000-of-00001", b"\x9a\x01\xfe\xff" * 9, "TensorFlow"),
         ("x.pt", b"\x9a\x01\xfe\xff" * 9, "not a checkpoint that this version can read"),
         ("m.onnx", b"\x08\x07\x3a\xff\xfe\x01\x02\x03\x04", "ONNX"),
@@ -209,8 +211,8 @@ def test_each_kind_of_file_is_named_with_its_next_step(say: Make, kind: str) -> 
         ("saved_model.pb", b"\x08\x01\x12\xff\xfe\x01\x0a\x03\x04", "SavedModel"),
     ],
 )
-def test_what_only_the_name_decides(say: Make, name: str, data: bytes, what: str) -> None:
-    """Where the content could be anything."""
+def test_kinds_that_only_the_name_decides(say: Make, name: str, data: bytes, what: str) -> None:
+    """If the content is ambiguous, the name of the file decides."""
     assert what in str(say(data, name))
 
 
@@ -224,26 +226,30 @@ def test_what_only_the_name_decides(say: Make, name: str, data: bytes, what: str
     ],
     ids=["a large map", "text to numbers", "another type of array", "a number as a key"],
 )
-def test_msgpack_that_is_not_flax_is_not_named_flax(say: Make, data: bytes, named: bool) -> None:
-    """A map of texts to arrays is."""
+def test_msgpack_is_not_always_flax(say: Make, data: bytes, named: bool) -> None:
+    """A msgpack file is described as Flax only if it is a map of texts to arrays."""
     assert ("Flax" in str(say(data))) == named
 
 
 def test_zeros_are_counted_up_to_a_bound(path: Path) -> None:
-    """A hole of a terabyte costs no more than 64 MiB of reading."""
+    """The zeros at the start of a file are counted up to 64 MiB, so a sparse file of a terabyte is not read
+    completely.
+    """
     path.touch()
     os.truncate(path, 1 << 40)
     error_of(path, "at least its first 67,108,864 bytes are zeros")
 
 
-def test_a_texts_escape_sequences_do_not_reach_the_terminal(say: Make) -> None:
-    """A title and a text with colours in them."""
+def test_escape_sequences_do_not_reach_the_terminal(say: Make) -> None:
+    """The error contains no escape sequences of a text, a title or a JSON message."""
     for data in (b"\x1b[31mred", b"<html><title>\x1b[31mred</title>", b'{"error": "\\u001b[31m"}'):
         assert "\x1b" not in str(say(data))
 
 
 def test_an_index_of_shards_under_another_name(tmp_path: Path) -> None:
-    """Without ``.json`` it is not looked into; renamed as the hint says, it is read."""
+    """An index of shards whose name does not end in ``.json`` is refused. After the rename that the hint suggests, the
+    index is read.
+    """
     torch.save({"a": torch.ones(64), "b": torch.ones(64)}, tmp_path / "whole.pt")
     ckptconv.convert(tmp_path / "whole.pt", tmp_path / "set", max_shard_size=300, format="safetensors")
     index = (tmp_path / "set" / "model.safetensors.index.json").rename(tmp_path / "set" / "index")
@@ -253,7 +259,9 @@ def test_an_index_of_shards_under_another_name(tmp_path: Path) -> None:
 
 
 def test_an_index_of_shards_by_its_content(tmp_path: Path) -> None:
-    """Whatever a ``.json`` is called: it is read, becomes one file, and a set again."""
+    """A ``.json`` file with any name is recognized as an index of shards by its content. The index can be converted to
+    one file and to shards.
+    """
     torch.save({"a": torch.ones(64), "b": torch.ones(64)}, tmp_path / "whole.pt")
     ckptconv.convert(tmp_path / "whole.pt", tmp_path / "set", max_shard_size=300, format="safetensors")
     index = (tmp_path / "set" / "model.safetensors.index.json").rename(tmp_path / "set" / "weights.json")
@@ -333,7 +341,7 @@ ZIPS: dict[str, tuple[dict[str, bytes], str, str]] = {
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("kind", ZIPS)
 def test_each_kind_of_zip_is_named_with_its_next_step(say: Make, kind: str, method: int) -> None:
-    """By the names in it, with a folder at its root or without."""
+    """Each kind of zip archive is recognized by the names of its members, whether they are compressed or not."""
     members, what, hint = ZIPS[kind]
     error = say(zip_of(members, method))
     assert re.search(what, str(error)), str(error)
@@ -342,14 +350,18 @@ def test_each_kind_of_zip_is_named_with_its_next_step(say: Make, kind: str, meth
 
 
 @pytest.mark.parametrize("name", ["../../evil.pt", "-d /.pt", "*.pt", "a\nb.pt"])
-def test_a_members_name_gets_into_no_command_if_unzip_takes_it_for_more(say: Make, name: str) -> None:
-    """An option, a pattern, a way out: then the command unpacks all."""
+def test_unsafe_names_of_members_are_not_in_the_command(say: Make, name: str) -> None:
+    """If unzip would take the name of a member for an option, a pattern or a path outside the folder, the suggested
+    command unpacks all members.
+    """
     error = say(zip_of({name: b""}))
     assert shlex.split(str(error.hint).split(": ")[1])[2:] == []
 
 
 def run(command: str, folder: Path) -> None:
-    """Type `command`, as a message says it. Python programs run in this process, which has torch already."""
+    """Run the `command` of a message in `folder`. Python programs run in this process, which has imported torch
+    already.
+    """
     words = shlex.split(command)
     if words[:2] == ["python", "-c"] and len(words) == 3:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -361,14 +373,14 @@ def run(command: str, folder: Path) -> None:
 
 
 def follow(path: Path, words: str) -> InputError:
-    """Type the command that the error of reading `path`, which says `words`, gives; the error."""
+    """Run the command that the error for `path` suggests, and return the error, which contains `words`."""
     error = error_of(path, words)
     run(str(error.hint).split(": ", 1)[1], path.parent)
     return error
 
 
 def assert_out_is(folder: Path, expected: dict[str, Any]) -> None:
-    """The out.pt in `folder` is read here, and torch's safe loader gives `expected`."""
+    """Check that ckptconv reads the out.pt in `folder`, and that torch's safe loader returns `expected`."""
     read(folder / "out.pt")
     loaded = torch.load(folder / "out.pt")
     assert list(loaded) == list(expected)
@@ -379,7 +391,9 @@ def assert_out_is(folder: Path, expected: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(torch_facts.version() < (2, 8), reason="torch gives archives of programs a folder since 2.8")
 def test_the_command_for_pt2_works(tmp_path: Path) -> None:
-    """The weights of what torch.export wrote, in an archive with a record of another reader."""
+    """The suggested command saves the weights of an archive of torch.export that also contains a record of another
+    reader.
+    """
     linear = torch.nn.Linear(3, 2)
     torch.export.save(torch.export.export(linear, (torch.zeros(1, 3),)), tmp_path / "m.pt2")
     with zipfile.ZipFile(tmp_path / "m.pt2", "a") as archive:
@@ -391,7 +405,7 @@ def test_the_command_for_pt2_works(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(torch_facts.version() < (2, 8), reason="torch gives archives of programs a folder since 2.8")
 def test_the_command_for_pt2_can_run_code(tmp_path: Path) -> None:
-    """torch.export.load runs a pickle in the archive, which is why the command is for files of people one trusts."""
+    """``torch.export.load`` runs a pickle in the archive, so the command is suggested only for trusted files."""
     linear = torch.nn.Linear(3, 2)
     torch.export.save(torch.export.export(linear, (torch.zeros(1, 3),)), tmp_path / "good.pt2")
     torch.save({"x": Reduced(exec, (f"open({str(tmp_path / 'ran')!r}, 'w').close()",))}, tmp_path / "x.pt")
@@ -406,7 +420,7 @@ def test_the_command_for_pt2_can_run_code(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_commands_for_numpy_work(tmp_path: Path) -> None:
-    """.npz and .npy become tensors."""
+    """The suggested commands convert .npz and .npy files to tensors."""
     numpy.savez(tmp_path / "m.npz", a=numpy.arange(3), b=numpy.ones((2, 2)))
     follow(tmp_path / "m.npz", r"NumPy arrays \(.npz\): a.npy, b.npy")
     assert_out_is(tmp_path, {"a": torch.arange(3), "b": torch.ones(2, 2, dtype=torch.float64)})
@@ -416,14 +430,16 @@ def test_the_commands_for_numpy_work(tmp_path: Path) -> None:
 
 
 def test_the_command_for_a_checkpoint_in_a_zip_works(tmp_path: Path) -> None:
-    """unzip puts it where it can be read."""
+    """The suggested command of unzip extracts a checkpoint that can be read."""
     (tmp_path / "m.zip").write_bytes(zip_of({"run 1/best.ckpt": OF_TORCH}))
     follow(tmp_path / "m.zip", "with a checkpoint in it")
     assert len(read(tmp_path / "run 1/best.ckpt").tensors) == 3
 
 
 def test_the_command_for_records_without_their_folder_works(path: Path, tmp_path: Path) -> None:
-    """Somebody zipped what was in the folder; torch refuses it as well."""
+    """A zip archive of torch's records without their folder is refused by torch too. The suggested command repairs the
+    archive.
+    """
     path.write_bytes(zip_of(records_of(OF_TORCH)))
     with pytest.raises(RuntimeError):
         torch.load(path)
@@ -432,31 +448,33 @@ def test_the_command_for_records_without_their_folder_works(path: Path, tmp_path
 
 
 def test_a_zip_with_something_before_it_can_be_freed(tmp_path: Path) -> None:
-    """An HTTP header, say: the bytes are counted, and the command takes them off."""
+    """The bytes before a zip archive, for example an HTTP header, are counted, and the suggested command
+    removes them.
+    """
     (tmp_path / "m.pt").write_bytes(b"\x01\x02HTTP\xff" * 100 + OF_TORCH)
     follow(tmp_path / "m.pt", "a zip archive with 700 bytes before it")
     assert_out_is(tmp_path, OBJECT)
 
 
-# Zips that were cut
+# Truncated zip archives
 
 
 def missing_of(error: InputError) -> tuple[int, int]:
-    """The two numbers in "at least N of about M bytes missing", or zeros."""
+    """Return the two numbers in "at least N of about M bytes missing", or zeros."""
     found = re.search(r"at least ([\d,]+) of about ([\d,]+) bytes missing", str(error))
     return (int(found[1].replace(",", "")), int(found[2].replace(",", ""))) if found else (0, 0)
 
 
-def test_a_torch_zip_that_was_cut_says_how_much_is_missing(path: Path) -> None:
-    """Cut anywhere: never more than the truth, at least what the storages lack, and a
-    number wherever a storage lacks something.
+def test_missing_bytes_of_a_truncated_zip(path: Path) -> None:
+    """Wherever the file is cut, the number of missing bytes is not too large, and not smaller than the number of bytes
+    that the storages lack. If the pickle is incomplete, the error contains no number.
     """
     data = OF_TORCH
     infos = zipfile.ZipFile(io.BytesIO(data)).infolist()
     storages = sorted(info.header_offset for info in infos if "/data/" in info.filename)
     nbytes = sum(info.file_size for info in infos if "/data/" in info.filename)
     assert infos[0].filename.endswith("/data.pkl")
-    behind = infos[1].header_offset + 10  # the method of the member behind the pickle
+    behind = infos[1].header_offset + 10  # the method of the member after the pickle
     path.write_bytes(data)
     counted = 0
     for size in [*range(len(data) - 1, storages[-1], -7), *range(storages[-1], 60, -131), *range(60, 4, -1)]:
@@ -477,8 +495,8 @@ def test_a_torch_zip_that_was_cut_says_how_much_is_missing(path: Path) -> None:
     assert counted > 100
 
 
-def test_the_bound_is_the_truth_where_a_zip_has_nothing_to_spare(say: Make) -> None:
-    """Neither padding nor descriptors nor other records: the whole that is computed is the file's size."""
+def test_the_bound_is_exact_for_a_zip_without_padding(say: Make) -> None:
+    """In an archive without padding, descriptors and other records, the computed size is the size of the file."""
     records = records_of(OF_TORCH)
     data = zip_of({f"m/{name}": records[name] for name in records if re.fullmatch(r"data\.pkl|data/\d+", name)})
     for size in (data.index(b"PK\x03\x04", 1) + 10, len(data) // 2, len(data) - 1):
@@ -486,7 +504,7 @@ def test_the_bound_is_the_truth_where_a_zip_has_nothing_to_spare(say: Make) -> N
 
 
 def test_compressed_storages_are_not_counted(path: Path) -> None:
-    """A megabyte of zeros takes a thousand bytes: whatever is stored before them, no number can be said."""
+    """No number is given if the storages are compressed, because a megabyte of zeros takes only a thousand bytes."""
     members = records_of(saved({"a": torch.zeros(300_000), "b": torch.zeros(1000)}))
     for stored in (("data.pkl",), ("data.pkl", "byteorder", ".format_version", ".storage_alignment")):
         with zipfile.ZipFile(path, "w") as archive:
@@ -500,8 +518,8 @@ def test_compressed_storages_are_not_counted(path: Path) -> None:
             assert missing_of(error) == (0, 0)
 
 
-def test_a_claim_costs_nothing(path: Path) -> None:
-    """A cut file whose pickle claims an exabyte: the number is said, nothing is allocated."""
+def test_a_huge_claim_allocates_nothing(path: Path) -> None:
+    """If the pickle of a truncated file claims an exabyte, the error contains this number, and nothing is allocated."""
     data = saved({"a": torch.zeros(5)})
     claim = data.replace(b"K\x05tq", b"\x8a\x08" + (1 << 60).to_bytes(8, "little") + b"tq", 1)
     assert claim != data
@@ -512,8 +530,10 @@ def test_a_claim_costs_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("elements", [-1, 1 << 62, 1 << 30_000], ids=["negative", "2^62", "2^30000"])
-def test_a_number_that_is_none_is_not_counted(say: Make, elements: int) -> None:
-    """Python refuses to print integers of more than 4,300 digits."""
+def test_an_invalid_number_is_not_counted(say: Make, elements: int) -> None:
+    """A number of elements that is negative or too large is not counted. Python refuses to print integers of more than
+    4,300 digits.
+    """
     data = saved({"a": torch.zeros(5)})
     number = elements.to_bytes(elements.bit_length() // 8 + 1, "little", signed=True)
     claim = data.replace(b"K\x05tq", b"\x8b" + struct.pack("<I", len(number)) + number + b"tq", 1)[: 300 + len(number)]
@@ -521,7 +541,9 @@ def test_a_number_that_is_none_is_not_counted(say: Make, elements: int) -> None:
 
 
 def test_a_cut_inside_the_pickle_has_no_number(say: Make) -> None:
-    """The storages' sizes stand in what is missing."""
+    """If the file is cut inside the pickle, no number is given, because the missing part contains the sizes of the
+    storages.
+    """
     error = say(OF_TORCH[:150])
     assert "inside data.pkl" in str(error)
     assert missing_of(error) == (0, 0)
@@ -529,10 +551,12 @@ def test_a_cut_inside_the_pickle_has_no_number(say: Make) -> None:
 
 
 @given(st.data())
-def test_no_truncation_of_any_checkpoint_says_too_much(
+def test_number_of_missing_bytes_is_never_too_large(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Any sizes and sharing, cut anywhere: the bound is none above the truth, and a typed error comes out."""
+    """A checkpoint with any sizes that is cut at any position raises a MalformedError, and the number of missing bytes
+    in it is not too large.
+    """
     sizes = data.draw(st.lists(st.integers(0, 300), max_size=5))
     whole = saved({f"w{i}": torch.zeros(n) for i, n in enumerate(sizes)})
     size = data.draw(st.integers(4, len(whole) - 1))
@@ -546,8 +570,10 @@ def test_no_truncation_of_any_checkpoint_says_too_much(
 # safetensors
 
 
-def test_a_safetensors_file_that_was_cut_says_how_much_is_missing(say: Make) -> None:
-    """Cut anywhere in the data: the number is exact. In the header: what is missing of that."""
+def test_missing_bytes_of_a_truncated_safetensors_file(say: Make) -> None:
+    """If the file is cut in its data, the number of missing bytes is exact. If it is cut in its header, the error
+    contains the number of bytes that the header lacks.
+    """
     data = safetensors_bytes({"a": torch.arange(50.0), "b": torch.ones(3)})
     start = 8 + int.from_bytes(data[:8], "little")
     for size in range(len(data) - 1, 8, -1):
@@ -565,8 +591,10 @@ def test_a_safetensors_file_that_was_cut_says_how_much_is_missing(say: Make) -> 
 # torch's older format
 
 
-def test_the_older_format_that_was_cut_says_how_much_is_missing(say: Make) -> None:
-    """Exact once the pickles are whole, said without a number before."""
+def test_missing_bytes_of_a_truncated_legacy_file(say: Make) -> None:
+    """A truncated file of the older format is always reported. The number of missing bytes is exact if the pickles are
+    complete.
+    """
     shared = {**OBJECT, "view": OBJECT["a"][3:]}  # type: ignore[index]
     data = saved(shared, _use_new_zipfile_serialization=False)
     exact = 0
@@ -579,7 +607,7 @@ def test_the_older_format_that_was_cut_says_how_much_is_missing(say: Make) -> No
 
 
 def test_everything_else_in_the_corpus_is_named(corpus: Path) -> None:
-    """No file of the corpus is left without a name for what it is."""
+    """Each file of the corpus that cannot be read is described, and its error contains a hint."""
     refused = 0
     for path in sorted(path for path in corpus.rglob("*") if path.is_file()):
         try:
@@ -598,7 +626,7 @@ def test_everything_else_in_the_corpus_is_named(corpus: Path) -> None:
 
 
 class Thing:
-    """A class of this module's own."""
+    """A class that only this module defines."""
 
 
 PICKLES: dict[str, tuple[object, str]] = {
@@ -618,7 +646,7 @@ PICKLES: dict[str, tuple[object, str]] = {
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("kind", PICKLES)
 def test_a_pickle_without_tensors_is_described(say: Make, kind: str, protocol: int) -> None:
-    """Every protocol, though the oldest have no mark."""
+    """A pickle without tensors is described in every protocol, although the oldest protocols have no signature."""
     obj, what = PICKLES[kind]
     error = say(pickle.dumps(obj, protocol), "x.pkl")
     assert isinstance(error, UnsupportedError)
@@ -627,22 +655,22 @@ def test_a_pickle_without_tensors_is_described(say: Make, kind: str, protocol: i
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_torchs_words_without_tensors_are_no_weights(say: Make, protocol: int) -> None:
-    """A device, a dtype, a size: whose they are is said."""
+def test_objects_of_torch_without_tensors(say: Make, protocol: int) -> None:
+    """A device, a dtype or a size of torch is not a tensor, but the error mentions objects of torch."""
     words = {"device": torch.device("cuda:0"), "dtype": torch.float16, "size": torch.Size([2, 3])}
     said = str(say(pickle.dumps(words, protocol)))
     assert "a pickle without tensors: a dict of 3 items, with objects of torch in it" in said
 
 
 def test_a_dangerous_pickle_gets_no_command(say: Make) -> None:
-    """Whatever else is in it."""
+    """The hint for a dangerous pickle contains no command, whatever else the pickle contains."""
     error = say(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n0cposix\nsystem\n(X\x02\0\0\0lstR.")
     assert "functions that no checkpoint needs (posix.system)" in str(error)
     assert error.hint == "do not load it"
 
 
 def test_a_cut_pickle_is_malformed(say: Make) -> None:
-    """At every length from its header on."""
+    """A pickle that is cut at any position after its header is reported as truncated or damaged."""
     data = pickle.dumps({"a": [1, 2.5, "x" * 300], "b": b"y" * 70_000}, 4)
     for size in [*range(2, 400), len(data) - 1]:
         error = say(data[:size])
@@ -650,12 +678,12 @@ def test_a_cut_pickle_is_malformed(say: Make) -> None:
         assert "a pickle that was truncated or damaged" in str(error)
 
 
-# Damaged, and in parts
+# Damaged and incomplete files
 
 
-#: What is not a whole file: bytes, the error, and what it says.
+#: Damaged and incomplete files: their bytes, the type of the error, and a part of it.
 PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
-    # a download whose room was reserved and never filled
+    # A download whose space was reserved and never filled.
     **{
         f"{size} zeros": (bytes(size), MalformedError, f"nothing but zeros, {count(size, 'byte')} of them")
         for size in (1, 4096, 5000, 3_000_000)
@@ -665,9 +693,9 @@ PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
         MalformedError,
         "its first 1,500,000 bytes are zeros",
     ),
-    # Python's parser gives up on it
+    # Python's JSON parser cannot parse this file.
     "deeply nested JSON": (b"[" * 100_000, UnsupportedError, "a text file"),
-    # no number can be said: the first member is no data.pkl, or cut itself
+    # No number can be given, because the first member is not data.pkl or is itself truncated.
     "a cut zip of something else": (
         zip_of({"a.txt": b"x" * 999})[:500],
         MalformedError,
@@ -679,7 +707,7 @@ PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
         "a zip archive that was truncated",
     ),
     "a zip that was cut in its first header": (OF_TORCH[:33], MalformedError, "a zip archive that was truncated"),
-    # with zip64 ends and without
+    # With and without zip64 records at the end.
     **{
         f"{what} without {cut} bytes at its start": (
             data[cut:],
@@ -707,7 +735,7 @@ PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
         MalformedError,
         "17 bytes after the last tensor",
     ),
-    # a data.pkl that was taken out of its zip
+    # A data.pkl that was extracted from its archive.
     "a checkpoint's bare pickle": (
         records_of(OF_TORCH)["data.pkl"],
         UnsupportedError,
@@ -718,19 +746,19 @@ PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
         UnsupportedError,
         f"a list of 1 item, and {len(pickle.dumps([1]))} bytes after it",
     ),
-    # what else the pickle needs
+    # The pickle needs another package.
     "a pickle of another package": (
         pickle.dumps([Thing()], 2).replace(f"{__name__}\nThing".encode(), b"sklearn.svm._classes\nSVC"),
         UnsupportedError,
         "a list of 1 item, with objects of sklearn in it",
     ),
-    # raw arrays between the opcodes: the pickle cannot be parsed
+    # The pickle cannot be parsed, because raw arrays are between its opcodes.
     "a joblib file": (
         b"\x80\x04\x95\x10\0\0\0\0\0\0\0\x8c\x13joblib.numpy_pickle\x94" + bytes(99),
         UnsupportedError,
         "a joblib file",
     ),
-    # a limit, not a description
+    # The error names a limit and does not describe the file.
     "an integer too long for any checkpoint": (
         b"\x80\x02\x8b\xff\xff\xff\x00" + bytes(1 << 20),
         LimitError,
@@ -740,15 +768,17 @@ PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_what_is_no_whole_file_is_named(say: Make, kind: str) -> None:
-    """And counted where it can be."""
+def test_damaged_and_incomplete_files_are_described(say: Make, kind: str) -> None:
+    """A damaged or incomplete file is described. The error contains the number of zero, missing or additional bytes if
+    it can be computed.
+    """
     data, error, what = PARTS[kind]
     found = say(data)
     assert isinstance(found, error)
     assert what in str(found)
 
 
-# Everything
+# Any bytes
 
 
 @given(
@@ -759,7 +789,9 @@ def test_what_is_no_whole_file_is_named(say: Make, kind: str) -> None:
 def test_any_bytes_end_in_a_typed_error(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, head: bytes, name: str
 ) -> None:
-    """Random bytes, and random bytes behind every signature."""
+    """Random bytes, alone or after the beginning of each kind of file, are read or raise an error with a printable
+    message.
+    """
     path = tmp_path_factory.mktemp("any") / name
     path.write_bytes(head + data)
     line = ""
@@ -771,17 +803,19 @@ def test_any_bytes_end_in_a_typed_error(
 
 
 @given(st.sampled_from([data for data, _, _ in FILES.values() if len(data) > 1]), st.data())
-def test_any_truncation_of_a_stranger_ends_in_a_typed_error(
+def test_truncated_files_of_all_kinds_raise_an_error(
     tmp_path_factory: pytest.TempPathFactory, whole: bytes, data: st.DataObject
 ) -> None:
-    """Every kind of file above, cut anywhere."""
+    """Each kind of file above, cut at any position, raises an error with a printable message."""
     path = tmp_path_factory.mktemp("cut") / "x.bin"
     path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
     assert str(error_of(path)).isprintable()
 
 
-def test_convert_says_the_same_as_inspect(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One reader: both commands end in one line and status 1, and nothing is written."""
+def test_convert_and_inspect_print_the_same_error(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``inspect`` and ``convert`` print the same line and fail with status 1, and nothing is written."""
     path.write_bytes(LFS)
     assert main(["inspect", str(path)]) == 1
     first = capsys.readouterr().err
@@ -790,7 +824,7 @@ def test_convert_says_the_same_as_inspect(path: Path, tmp_path: Path, capsys: py
     assert sorted(os.listdir(tmp_path)) == ["m.pt"]
 
 
-def test_torch_is_not_imported_to_say_it(path: Path) -> None:
-    """Nor anything else that a command names."""
+def test_torch_is_not_imported_to_describe_a_file(path: Path) -> None:
+    """``inspect`` describes a file without importing torch."""
     path.write_bytes(saved(OBJECT, _use_new_zipfile_serialization=False))
     run_without_torch("from ckptconv.cli.main import main; main(['inspect', sys.argv[1]])", path)

@@ -1,4 +1,4 @@
-"""A folder in place of a file is said to be what it is, and the message says what to type."""
+"""Folders in the place of a file. The error describes the folder and suggests a command."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An empty one; its name needs quotation marks."""
+    """Return an empty folder whose name needs quotation marks."""
     path = tmp_path / "my folder"
     path.mkdir()
     return path
 
 
 def error_of(path: Path, words: str = "") -> InputError:
-    """What is said of the folder at `path`, in one line: `words` too."""
+    """Return the error for the folder at `path`, which is one line that contains `words`."""
     error = folder_error(path)
     assert "a folder, not a file" in str(error)
     assert "\n" not in str(error)
@@ -51,12 +51,12 @@ def error_of(path: Path, words: str = "") -> InputError:
 
 
 def words_of(error: InputError) -> list[str]:
-    """The command in the hint, as a shell reads it."""
+    """Return the words of the command in the hint, as a shell reads them."""
     return shlex.split(str(error.hint).split(": ", 1)[-1].split("; or convert all of them: ")[0])
 
 
 def run(error: InputError, folder: Path) -> None:
-    """Type the command in the hint."""
+    """Run the command in the hint of `error` in `folder`."""
     words = words_of(error)
     program = {"python": ["-W", "ignore"], "ckptconv": ["-m", "ckptconv"]}[words[0]]
     subprocess.run([sys.executable, *program, *words[1:]], check=True, cwd=folder, capture_output=True)
@@ -64,11 +64,11 @@ def run(error: InputError, folder: Path) -> None:
 
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 
-#: By what it is: names, what the message says, the words of the command.
+#: For each kind of folder in FOLDERS: the names in it, a pattern of the error, and the words of the command.
 
 
 def megatron(run: str) -> list[str]:
-    """What merges the checkpoint of Megatron-LM in the folder `run`."""
+    """Return the command that merges the checkpoint of Megatron-LM in the folder `run`."""
     sizes = ["--target-tensor-parallel-size", "1", "--target-pipeline-parallel-size", "1"]
     script = ["python", "/PATH/TO/Megatron-LM/tools/checkpoint/convert.py", "--model-type", "GPT"]
     return [*script, "--load-dir", run, "--save-dir", "OUT_FOLDER", *sizes]
@@ -162,7 +162,7 @@ FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_each_kind_of_folder_is_named_with_its_next_step(folder: Path, kind: str) -> None:
-    """By the names in it; every path in the command is whole and quoted."""
+    """Each kind of folder is recognized by the names in it. Every path in the command is complete and quoted."""
     names, what, command = FOLDERS[kind]
     fill(folder, *names)
     error = error_of(folder)
@@ -174,9 +174,10 @@ def test_each_kind_of_folder_is_named_with_its_next_step(folder: Path, kind: str
         assert words_of(error) == expected
 
 
-def test_all_of_them_can_be_converted(folder: Path) -> None:
-    """Where there are several, at whatever depth, the command for the folder stands beside that for one of them, and it
-    works; not where one is nothing that could be converted, nor for what stands in links and hidden folders.
+def test_all_checkpoints_of_a_folder_can_be_converted(folder: Path) -> None:
+    """For several checkpoints at any depth, the hint also contains a command for the complete folder, and this command
+    works. It ignores links and hidden folders. The hint does not contain this command if one of the checkpoints cannot
+    be converted.
     """
     for name in ("run/a.pt", "run/step-1/b.PT", "run/.old/c.pt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +200,9 @@ def test_all_of_them_can_be_converted(folder: Path) -> None:
 
 
 def test_a_git_clone_with_pointers_is_named(folder: Path) -> None:
-    """Where every checkpoint in it is a pointer; else the one that is none is named."""
+    """A folder is described as a git clone with pointers if each checkpoint in it is a Git LFS pointer. Otherwise the
+    error names the checkpoint that is not a pointer.
+    """
     fill(folder, "config.json", ".git/")
     (folder / "model.safetensors").write_bytes(LFS)
     error = error_of(folder, "a git clone in which the checkpoints are Git LFS pointers")
@@ -208,8 +211,8 @@ def test_a_git_clone_with_pointers_is_named(folder: Path) -> None:
     assert words_of(error_of(folder)) == [str(folder / "pytorch_model.bin")]
 
 
-def test_looking_for_pointers_waits_for_nobody(folder: Path) -> None:
-    """A FIFO that is called a checkpoint, and a link to nowhere, are not opened."""
+def test_search_for_pointers_does_not_block(folder: Path) -> None:
+    """A FIFO or a broken link with the name of a checkpoint is not opened. A link to a file counts as a checkpoint."""
     os.mkfifo(folder / "a.pt")
     (folder / "b.pt").symlink_to("nowhere")
     os.mkfifo(folder / "model.safetensors")
@@ -221,7 +224,9 @@ def test_looking_for_pointers_waits_for_nobody(folder: Path) -> None:
 
 
 def test_a_link_to_itself_is_a_name_like_others(folder: Path) -> None:
-    """The system cannot say what it is, and the other names count."""
+    """The system cannot determine the type of a link to itself. The link is only listed, and the other names
+    are used.
+    """
     fill(folder, "model.pt")
     (folder / "x").symlink_to("x")
     assert words_of(error_of(folder)) == [str(folder / "model.pt")]
@@ -231,7 +236,7 @@ def test_a_link_to_itself_is_a_name_like_others(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_command_for_a_distributed_checkpoint_works(folder: Path) -> None:
-    """It becomes one file."""
+    """The suggested command converts a distributed checkpoint to one file."""
     distributed({"w": torch.arange(5.0)}, folder)
     run(error_of(folder, "torch.distributed.checkpoint"), folder.parent)
     assert list(read(folder.parent / "out.pt").tensors) == ["w"]
@@ -239,7 +244,9 @@ def test_the_command_for_a_distributed_checkpoint_works(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_parts_of_a_distributed_checkpoint_get_the_folders_command(folder: Path) -> None:
-    """As torch writes them; alone, a file is what its content says."""
+    """The error for a part of a distributed checkpoint suggests the command for its folder. A part without the others
+    is recognized by its content.
+    """
     distributed({"w": torch.arange(5.0)}, folder)
     expected = words_of(error_of(folder))
     parts = sorted(os.listdir(folder))
@@ -249,13 +256,15 @@ def test_the_parts_of_a_distributed_checkpoint_get_the_folders_command(folder: P
             summary_of(folder / name)
         assert words_of(caught.value) == expected
     (folder / ".metadata").rename(folder.parent / ".metadata")
-    assert inspect(folder / "__0_0.distcp").devices == {"cpu": mock.ANY}  # of one tensor, it is a checkpoint
+    assert inspect(folder / "__0_0.distcp").devices == {"cpu": mock.ANY}  # a file of one tensor is a checkpoint
     with pytest.raises(UnsupportedError, match=r"a pickle"):
         inspect(folder.parent / ".metadata")
 
 
 def test_the_command_for_an_unpacked_checkpoint_works(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zipped again, torch and ckptconv read it, from within the folder too."""
+    """The suggested command zips the records of an unpacked checkpoint again, also from inside their folder. Torch and
+    ckptconv read the result.
+    """
     with zipfile.ZipFile(io.BytesIO(saved({"w": torch.arange(5.0), "e": torch.zeros(0)}))) as archive:
         archive.extractall(folder)
     inside = folder / "archive"
@@ -268,7 +277,7 @@ def test_the_command_for_an_unpacked_checkpoint_works(folder: Path, monkeypatch:
 
 
 def test_a_bounded_number_of_names_is_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of millions costs no more than one of thousands."""
+    """The number of names that are read from a folder is bounded."""
     monkeypatch.setattr(foreign_folders, "LIMITS", Limits(folder_names=10))
     fill(folder, *(f"{i}.txt" for i in range(30)))
     error = error_of(folder, "there is no checkpoint among the first 10 names in it, only")
@@ -288,18 +297,20 @@ def test_a_bounded_number_of_names_is_looked_at(folder: Path, monkeypatch: pytes
         (["a.pt"], "there is no checkpoint among the first 10 names in it"),
     ],
 )
-def test_names_that_everybody_knows_are_found_in_a_listing_that_was_cut(
+def test_well_known_names_are_found_in_a_listing_that_was_cut(
     folder: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], what: str
 ) -> None:
-    """Whatever comes first in the folder; what else is in it, nobody claims to know."""
+    """Well-known names are found, even if the listing ends before them. The error claims nothing about other names."""
     fill(folder, *(f"{i}.txt" for i in range(10)))
     first_come_first(monkeypatch)
     fill(folder, *names)
     error_of(folder, what)
 
 
-def test_a_listing_that_was_cut_claims_no_more_than_it_saw(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One checkpoint, or several, among the first names."""
+def test_error_for_a_listing_that_was_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a complete listing, the only checkpoint is named. If the listing was cut, the error contains the number of
+    names that were read.
+    """
     fill(folder, "0.pt", *(f"{i}.txt" for i in range(10)))
     monkeypatch.setattr(foreign_folders, "LIMITS", Limits(folder_names=11))
     error_of(folder, "the checkpoint in it is 0.pt; use its path:")
@@ -308,7 +319,7 @@ def test_a_listing_that_was_cut_claims_no_more_than_it_saw(folder: Path, monkeyp
 
 
 def first_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let folders list numbered texts first, and ten names be too many."""
+    """Make folders list text files first, and limit a listing to ten names."""
     scandir = os.scandir
 
     @contextlib.contextmanager
@@ -321,25 +332,29 @@ def first_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_that_cannot_be_listed_is_an_input_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """root lists everything, so the refusal is played."""
+    """A folder that cannot be listed raises an InputError. The system's refusal is simulated, because root can list
+    every folder.
+    """
     monkeypatch.setattr(os, "scandir", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     error_of(folder, "a folder, not a file, which cannot be listed: Permission denied")
 
 
-def test_names_do_not_reach_the_terminal_as_they_are(folder: Path) -> None:
-    """An escape sequence, a newline, bytes that are no text, a dash in front."""
+def test_names_are_printable_in_the_error(folder: Path) -> None:
+    """The error contains no escape sequences, newlines or bytes that are not text."""
     fill(folder, "\x1b[31m.pt", "a\nb.pt", os.fsdecode(b"\xff.pt"))
     assert str(error_of(folder)).isprintable()
 
 
-def test_a_path_with_a_dash_in_front_is_no_option(here: Path) -> None:
-    """The command's program would take it for one."""
+def test_a_path_with_a_leading_dash_is_not_an_option(here: Path) -> None:
+    """In the command, a path with a leading dash begins with ``./``, because the program would take it for an
+    option.
+    """
     fill(here, "-x/model.safetensors")
     assert words_of(error_of(Path("-x"))) == ["./-x/model.safetensors"]
 
 
-def test_both_commands_say_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """inspect and convert end in the same line, and nothing is written."""
+def test_both_commands_print_the_same_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``inspect`` and ``convert`` print the same line, and nothing is written."""
     fill(folder, "config.json")
     assert main(["inspect", str(folder)]) == 1
     first = capsys.readouterr().err
@@ -348,24 +363,24 @@ def test_both_commands_say_it(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert os.listdir(folder) == ["config.json"]
 
 
-# What is not there
+# Missing files
 
 
 def hint_for(path: Path) -> str | None:
-    """The hint for `path`, which is not there."""
+    """Return the hint for `path`, which does not exist."""
     with pytest.raises(InputError, match="No such file") as caught, open_input(path) as source:
         opening.read(source)
     return caught.value.hint
 
 
 def is_it(path: Path) -> str:
-    """The hint that names `path`, as a shell takes it."""
+    """Return the hint that suggests `path`, quoted for a shell."""
     return f"is it {shlex.quote(str(path))}?"
 
 
 def test_a_missing_file_gets_a_near_name(folder: Path) -> None:
-    """A typo, another suffix; nothing where no name is near, and for folders that are not there. A path that can only
-    be an index is opened as one; the hint is that of any file.
+    """The hint for a missing file suggests a similar name, which can have another suffix. There is no hint if no name
+    is similar, or if the folder is missing. The hint for the name of an index is the same as for any file.
     """
     fill(folder, "model_best.pth", "other", "model.safetensors.index.json")
     for name in ("model_bset.pth", "model_best.pt"):
@@ -375,15 +390,15 @@ def test_a_missing_file_gets_a_near_name(folder: Path) -> None:
         assert hint_for(path) is None
 
 
-def test_a_folder_with_the_name_of_a_shard_is_said_to_be_one(folder: Path) -> None:
-    """With what is in it, as for any folder that stands where a file should."""
+def test_a_folder_with_the_name_of_a_shard_is_reported(folder: Path) -> None:
+    """A folder with the name of a shard is reported as a folder, with its contents."""
     fill(folder, "model-00001-of-00001.safetensors/")
     with open_input(folder) as source, pytest.raises(InputError, match="a folder, not a file: it is empty"):
         opening.read(source)
 
 
 def test_a_near_name_is_found_in_a_listing_that_was_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that everybody knows, and the same name with another suffix."""
+    """Well-known names, and the same name with another suffix, are suggested even if the listing ends before them."""
     fill(folder, *(f"{i}.txt" for i in range(10)))
     first_come_first(monkeypatch)
     fill(folder, "model.safetensors", "epoch_12.ckpt")
@@ -391,8 +406,8 @@ def test_a_near_name_is_found_in_a_listing_that_was_cut(folder: Path, monkeypatc
     assert hint_for(folder / "epoch_12.pt") == is_it(folder / "epoch_12.ckpt")
 
 
-def test_no_path_is_not_the_folder_that_we_are_in(capsys: pytest.CaptureFixture[str]) -> None:
-    """An unset variable in a script, say."""
+def test_an_empty_path_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty path, for example from an unset variable, is reported and does not mean the current folder."""
     for arguments in (["inspect", ""], ["convert", "", "out.pt", "--to", "cpu"]):
         assert main(arguments) == 1
         assert "no path given" in capsys.readouterr().err
@@ -401,9 +416,9 @@ def test_no_path_is_not_the_folder_that_we_are_in(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     "name", ["two\nlines's", os.fsdecode(b"\xff\xfe\\x"), "\x1b[31m ä", "\u202e'$(x)'", "plain", "a 'b'"]
 )
-def test_a_shell_takes_a_path_as_the_message_shows_it(folder: Path, name: str) -> None:
-    """Newlines, bytes that are no UTF-8, what turns the writing round: nothing is
-    lost between the message and the file.
+def test_a_shell_reads_the_path_in_the_message(folder: Path, name: str) -> None:
+    """A shell that reads the path in the message finds the same file. The names contain newlines, bytes that are not
+    UTF-8, and characters that reverse the direction of text.
     """
     fill(folder, f"{name}/model.safetensors")
     command = str(error_of(folder / name)).rsplit("give that file: ", 1)[1]
@@ -425,7 +440,9 @@ def test_a_shell_takes_a_path_as_the_message_shows_it(folder: Path, name: str) -
     ],
 )
 def test_one_part_alone(names: list[str], words: str, tmp_path: Path) -> None:
-    """It is what it is, and what merges all of them is said; a file of that name alone is a file."""
+    """``inspect`` describes a file of one rank as a part and suggests a command that merges all parts. The name of such
+    a file alone does not make it a part.
+    """
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         torch.save({"model": {"w": torch.ones(2)}}, tmp_path / name)

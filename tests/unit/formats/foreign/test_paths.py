@@ -1,4 +1,4 @@
-"""What is typed in place of a path: the error says what to type instead, and nothing is written."""
+"""Arguments that are not valid paths. The error suggests what to type instead, and nothing is written."""
 
 from __future__ import annotations
 
@@ -38,16 +38,22 @@ WINDOWS = "a Windows path, which this system does not understand; under WSL, use
         (["convert", "m.pt", "o.pt", "--max-shard-size", "5GB"], 2, "--max-shard-size needs a folder"),
     ],
 )
-def test_the_error_says_what_to_do(here: Path, words: list[str], status: int, said: str, command: Command) -> None:
-    """Of streams, of Windows' paths, and of two things that are wrong in one line the first one."""
+def test_the_error_suggests_what_to_type(
+    here: Path, words: list[str], status: int, said: str, command: Command
+) -> None:
+    """The error for a stream, a path of Windows or a wrong size suggests what to type instead. If two words of a
+    command are wrong, one of them is reported.
+    """
     torch.save({"w": torch.ones(1)}, "m.pt")
     os.mkfifo("fifo")
     command(*words, status=status, err=said)
     assert sorted(os.listdir(here)) == ["fifo", "m.pt"]
 
 
-def test_a_file_that_is_called_so(here: Path, command: Command) -> None:
-    """A name with a colon and a backslash is one that a file can have here."""
+def test_a_file_with_the_name_of_a_windows_path(here: Path, command: Command) -> None:
+    """A file with the name of a Windows path, which contains a colon and a backslash, is read and written like any
+    other.
+    """
     torch.save({"w": torch.ones(1)}, "m.pt")
     os.rename("m.pt", r"C:\m.pt")
     command("inspect", r"C:\m.pt")

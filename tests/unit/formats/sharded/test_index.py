@@ -1,6 +1,4 @@
-"""The index of a set of shards: a strict reader, and names and bytes as the Hub's
-libraries have them, which are the judges.
-"""
+"""The index of a set of shards. The reader is strict, and names and bytes equal those of the Hub's libraries."""
 
 from __future__ import annotations
 
@@ -47,16 +45,16 @@ def read(raw: bytes, name: str = "model.safetensors.index.json") -> Index:
 
 
 def with_shard(name: str) -> bytes:
-    """A good index, but for the name of one shard."""
+    """Return a valid index in which one shard has this `name`."""
     return json.dumps({**GOOD, "weight_map": {**GOOD["weight_map"], "b": name}}).encode()
 
 
 # Reading
 
 
-def test_what_a_good_index_says() -> None:
-    """Metadata and places come out as they stand; shards are in the order of their numbers; metadata may be missing,
-    numbers may be floats, other keys are named.
+def test_a_valid_index() -> None:
+    """Metadata and positions are read without changes, and the shards are in the order of their numbers. Metadata can
+    be missing, numbers can be floats, and other keys are recorded.
     """
     index = read(json.dumps(GOOD).encode())
     assert index == Index({"total_size": 24}, GOOD["weight_map"])
@@ -81,16 +79,16 @@ def test_what_a_good_index_says() -> None:
         "\\\\host\\b.safetensors",
     ],
 )
-def test_a_shard_stands_beside_its_index(name: str) -> None:
-    """A name that has a folder in it, or is none, is refused, and shown."""
+def test_a_shard_is_next_to_its_index(name: str) -> None:
+    """The name of a shard is refused if it contains a folder or is not a file name. The error contains the name."""
     with pytest.raises(MalformedError, match="without a folder") as caught:
         read(with_shard(name))
     assert caught.value.got == repr(name)
 
 
 def test_a_shard_is_of_the_format_of_its_index() -> None:
-    """Safetensors in an index of pickles are refused, as huggingface_hub does it; an index
-    whose name says no format leaves it open.
+    """Safetensors in an index of pickles are refused, as in huggingface_hub. An index whose name contains no format can
+    contain any format.
     """
     with pytest.raises(MalformedError, match="another format"):
         read(json.dumps(GOOD).encode(), "pytorch_model.bin.index.json")
@@ -123,12 +121,12 @@ def test_a_shard_is_of_the_format_of_its_index() -> None:
         (b'{"metadata": {"x": -Infinity}, "weight_map": {"a": "a.safetensors"}}', "not JSON"),
         (b'{"metadata": {"x": 1e999}, "weight_map": {"a": "a.safetensors"}}', "too large"),
         (b'{"metadata": {"x": ' + 5000 * b"9" + b'}, "weight_map": {"a": "a.safetensors"}}', "too long"),
-        # a pickle named in an index of safetensors, as huggingface_hub does it
+        # A pickle in an index of safetensors is refused too, as in huggingface_hub.
         (with_shard("b.bin"), "another format"),
     ],
 )
 def test_a_bad_index_is_refused(raw: bytes, what: str) -> None:
-    """Each in one typed error that says what it is."""
+    """An invalid index raises a MalformedError with the reason and a hint."""
     with pytest.raises(MalformedError, match=what) as caught:
         read(raw)
     assert "download it again, or delete it" in (caught.value.hint or "")
@@ -148,13 +146,13 @@ def test_a_bad_index_is_refused(raw: bytes, what: str) -> None:
     ids=["shards", "nesting", "numbers"],
 )
 def test_an_index_is_bounded(raw: Callable[[], bytes], what: str) -> None:
-    """Its nesting, and how much it can describe."""
+    """The nesting of an index, and the amount of data that it describes, are bounded."""
     with pytest.raises(LimitError, match=what):
         read(raw())
 
 
 def test_the_size_of_an_index_is_bounded() -> None:
-    """Before it is read."""
+    """An index that is too long is refused before it is read."""
     huge = BytesSource(b"", Path("model.safetensors.index.json"))
     huge.size = LIMITS.safetensors_header + 1
     with pytest.raises(LimitError, match="too long"):
@@ -162,8 +160,8 @@ def test_the_size_of_an_index_is_bounded() -> None:
 
 
 @given(st.binary(max_size=64), st.integers(0, 200), st.integers(0, 64))
-def test_no_bytes_bring_another_error(junk: bytes, at: int, cut: int) -> None:
-    """Whatever stands in a good index, the reader gives an index or one of our errors."""
+def test_any_bytes_are_read_or_raise_an_error(junk: bytes, at: int, cut: int) -> None:
+    """A valid index with any bytes inserted is read or raises a CkptconvError."""
     raw = json.dumps(GOOD).encode()
     with suppress(CkptconvError):
         read(raw[:at] + junk + raw[at + cut :])
@@ -172,8 +170,8 @@ def test_no_bytes_bring_another_error(junk: bytes, at: int, cut: int) -> None:
 # Writing
 
 
-def test_our_bytes_are_those_of_transformers(tmp_path: Path) -> None:
-    """The index that ``save_pretrained`` wrote, read and written again, is the same file."""
+def test_the_bytes_equal_those_of_transformers(tmp_path: Path) -> None:
+    """The index that ``save_pretrained`` writes has the same bytes after it is read and written again."""
     with transformers_offline() as transformers:
         tiny_model(transformers, "gpt2").save_pretrained(tmp_path, max_shard_size="20KB")
     raw = (tmp_path / "model.safetensors.index.json").read_bytes()
@@ -183,8 +181,8 @@ def test_our_bytes_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 def test_names_of_every_family() -> None:
-    """The two names that transformers has for one thing follow the format, and other stems stay; a variant stands where
-    each library looks for it.
+    """The stems ``model`` and ``pytorch_model`` are exchanged with the format, and other stems stay the same. A variant
+    is at the position where each library expects it.
     """
     there = {
         "pytorch_model-00001-of-00003.bin": "model-00001-of-00003.safetensors",
@@ -218,18 +216,20 @@ def test_names_of_every_family() -> None:
     ],
 )
 def test_a_set_gets_a_stem_that_the_hub_looks_for(name: str, suffix: str, stem: str) -> None:
-    """Its own where that is one of the Hub's, else the model's."""
+    """A set keeps its stem if the Hub uses this stem. Otherwise it gets the stem of a model."""
     assert stem_for(name, suffix) == stem
 
 
 def test_the_name_of_an_index() -> None:
-    """A variant of the Hub's stems stands behind the word index; a dot in any other stem is no variant."""
+    """The variant of one of the Hub's stems follows the word index. A dot in any other stem does not begin a
+    variant.
+    """
     assert index_name("model", ".safetensors") == "model.safetensors.index.json"
     assert index_name("model.fp16", ".safetensors") == "model.safetensors.index.fp16.json"
     assert index_name("llama-3.1", ".bin") == "llama-3.1.bin.index.json"
 
 
-# Which set a folder means
+# The set of a folder
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -238,7 +238,9 @@ def touch(folder: Path, *names: str) -> None:
 
 
 def test_an_index_is_a_set(tmp_path: Path) -> None:
-    """A folder with one index means its set; so does the index's path; a folder without shards means none."""
+    """``find_set`` returns the set of an index for the folder of the index and for its path. For a folder without
+    shards, the result is None.
+    """
     assert find_set(tmp_path) is None
     touch(tmp_path, "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
     for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
@@ -251,7 +253,9 @@ def test_an_index_is_a_set(tmp_path: Path) -> None:
 
 
 def test_shards_without_an_index(tmp_path: Path) -> None:
-    """They are a set if all are there; else those that are not are counted and named."""
+    """Shards without an index are a set if all of them exist. Otherwise the error contains the number and the names of
+    those that are missing.
+    """
     touch(tmp_path, *(shard_name("model", n, 4, ".bin") for n in (1, 2, 4)))
     with pytest.raises(MalformedError, match=r"1 of 4 shards is missing: model-00003-of-00004\.bin"):
         find_set(tmp_path)
@@ -267,11 +271,13 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
     ("first", "second"),
     [
         ("model.safetensors.index.json", "pytorch_model.bin.index.json"),
-        ("model.safetensors", "pytorch_model-00001-of-00001.bin"),  # of the same weights or not
+        ("model.safetensors", "pytorch_model-00001-of-00001.bin"),  # with the same weights or others
     ],
 )
 def test_several_models_in_one_folder(first: str, second: str, tmp_path: Path) -> None:
-    """Which one is meant is asked, with the path to type; the path of an index answers it."""
+    """A folder with several checkpoints is refused, and the hint contains a path to use. The path of an index selects
+    its set.
+    """
     touch(tmp_path, first, second)
     with pytest.raises(RefusedError, match="several checkpoints") as caught:
         find_set(tmp_path)
@@ -281,7 +287,9 @@ def test_several_models_in_one_folder(first: str, second: str, tmp_path: Path) -
 
 
 def test_sets_by_their_names() -> None:
-    """Families, variants and counts are told apart; shards that have an index are in its set."""
+    """Sets are distinguished by stem, variant and number of shards. Shards with an index belong to the set of this
+    index.
+    """
     sets = sets_in(
         [
             "model-00001-of-00002.safetensors",
@@ -314,8 +322,8 @@ def test_sets_by_their_names() -> None:
 
 
 def test_missing_shards(tmp_path: Path) -> None:
-    """What the index names and nobody has fetched is counted and named; a link to a
-    file is there, a link to nowhere is not.
+    """Shards in the index that do not exist are counted and named. A link to a file counts as a shard, and a broken
+    link does not.
     """
     (tmp_path / "blob").touch()
     os.symlink("blob", tmp_path / "a.bin")
@@ -326,7 +334,7 @@ def test_missing_shards(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's reason is said."""
+    """If a folder cannot be listed, the error contains the reason from the system."""
     monkeypatch.setattr(os, "scandir", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(InputError, match="Permission denied"):
         find_set(tmp_path)
@@ -340,7 +348,7 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
     [("5GB", 5_000_000_000), ("500MB", 500_000_000), ("1.5 kb", 1500), (" 2TB ", 2 * 10**12), (700, 700), ("700", 700)],
 )
 def test_sizes_are_decimal(text: int | str, nbytes: int) -> None:
-    """As the Hub's tools count them; a number alone is bytes."""
+    """Units are decimal, as in the tools of the Hub. A number without a unit means bytes."""
     assert parse_size(text) == nbytes
 
 
@@ -365,20 +373,20 @@ def test_sizes_are_decimal(text: int | str, nbytes: int) -> None:
     ],
 )
 def test_a_size_that_makes_no_sense(text: int | str) -> None:
-    """Is refused with examples."""
+    """An invalid size is refused, and the error contains examples."""
     with pytest.raises(UsageError, match="5GB, 500MB"):
         parse_size(text)
 
 
 def test_a_size_of_another_type() -> None:
-    """Is a mistake of the program's."""
+    """A size of another type raises a TypeError."""
     for size in (5e9, None, True):
         with pytest.raises(TypeError, match="5GB"):
             parse_size(size)  # type: ignore[arg-type]
 
 
-def test_the_plan_is_huggingface_hubs() -> None:
-    """Shards and names of a state dict with a tie and a large tensor are those of
+def test_the_plan_equals_that_of_huggingface_hub() -> None:
+    """A state dict with a tie and a large tensor gets the same shards and names as from
     ``split_torch_state_dict_into_shards``.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -403,20 +411,22 @@ def test_the_plan_is_huggingface_hubs() -> None:
 
 
 def test_one_shard_needs_no_index() -> None:
-    """It has the plain name, as the Hub's tools give it; braces in a stem are the stem's."""
+    """A single shard has the plain name and no index, as with the tools of the Hub. Braces in the stem do not
+    change.
+    """
     ours = deal({"a": Weight(5, 1)}, "1KB", "{x}", ".bin")
     assert (ours.files, ours.index) == ((("{x}.bin", ("a",)),), None)
 
 
-def test_more_shards_than_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The five digits of a name are not enough: refused before anything is made of it."""
+def test_too_many_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More shards than the five digits of a name can count are refused."""
     monkeypatch.setattr("ckptconv.formats.sharded.writing.LIMITS", Limits(shards=3))
     with pytest.raises(UsageError, match="would take 4 shards"):
         deal({str(i): Weight(8, i) for i in range(4)}, 8, "model", ".bin")
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What to install is said."""
+    """Without huggingface_hub, the hint contains the command that installs it."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UsageError, match="huggingface_hub") as caught:
         deal({"a": Weight(5, 1)}, "1KB", "model", ".bin")
@@ -424,7 +434,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    """The planner works on sizes: torch stays out of the process."""
+    """Planning needs only the sizes of tensors, so torch is not imported."""
     run_without_torch(
         "from ckptconv.formats.sharded.writing import Weight, deal;deal({'a': Weight(5, 1)}, '1KB', 'model', '.bin')"
     )

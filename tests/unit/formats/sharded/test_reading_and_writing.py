@@ -1,5 +1,5 @@
-"""Checkpoints in shards: read as one, edited as one, written as they were or dealt anew. transformers, huggingface_hub
-and torch judge what comes out.
+"""Checkpoints in shards, which are read and edited as one checkpoint, and written to the same shards, to other shards
+or to one file. transformers, huggingface_hub and torch load the results.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tests.support.writers import sharded
 from tests.support.zoo import tagging
 
 State = dict[str, torch.Tensor]
-#: A set without an index, each of its files as torch saves it.
+#: Saves a set without an index, each file with torch.
 save_shards = partial(sharded, stem="model")
 
 
@@ -62,22 +62,22 @@ def convert(
     force: bool = False,
     **edits: Any,
 ) -> Report:
-    """To a file where `dst` has a suffix, else to a folder."""
+    """Convert `src` to a file if `dst` has a suffix, and otherwise to a folder."""
     output = OutputOptions(format=format, max_shard_size=max_shard_size, copy_tied=copy_tied, force=force)
     return conversion.run(Request(src, dst, "file", edits_from(**edits), output, is_folder=not dst.suffix))
 
 
 def some_state() -> State:
-    """Six weights of 400 bytes and one more name for the first."""
+    """Return six weights of 400 bytes, and one more name for the first of them."""
     torch.manual_seed(0)
     state = {f"module.{i}.weight": torch.randn(10, 10) for i in range(6)}
     return {**state, "module.tied": state["module.0.weight"]}
 
 
 def save_set(folder: Path, state: State, *, safe: bool, size: int | str = 900, **kwargs: Any) -> Path:
-    """`state` in shards, as huggingface_hub writes them."""
+    """Save `state` in shards, as huggingface_hub writes them, and return `folder`."""
     folder.mkdir(parents=True)
-    logging.disable(logging.WARNING)  # that pickles are deprecated
+    logging.disable(logging.WARNING)  # warnings that pickles are deprecated
     save_torch_state_dict(dict(state), folder, max_shard_size=size, safe_serialization=safe, **kwargs)
     logging.disable(logging.NOTSET)
     return folder
@@ -93,7 +93,7 @@ def index_of(folder: Path) -> dict[str, Any]:
 
 
 def load_set(folder: Path) -> State:
-    """What the shards in `folder` hold, each read with its own library, where the index says that it is."""
+    """Return the tensors of all shards in the index of `folder`, each shard read by its own library."""
     state: State = {}
     for shard in dict.fromkeys(index_of(folder)["weight_map"].values()):
         path = folder / shard
@@ -103,14 +103,16 @@ def load_set(folder: Path) -> State:
 
 
 def assert_equal(left: State, right: State) -> None:
-    """Fail unless both have the same names and values, in whatever order."""
+    """Check that both state dicts contain the same names and values, in any order."""
     assert set(left) == set(right)
     for name, tensor in left.items():
         assert tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]), name
 
 
 def refused(kind: type[Error], words: str, src: Path, dst: Path, **options: Any) -> Error:
-    """The error, a `kind` that says `words`, in which converting `src` to `dst` ends; `dst` is not there."""
+    """Check that converting `src` to `dst` raises an error of `kind` that contains `words`, and that `dst` does not
+    exist. Return the error.
+    """
     with ends_in(kind, words, src.parent, dst.parent) as caught:
         convert(src, dst, **options)
     assert not dst.exists()
@@ -119,35 +121,35 @@ def refused(kind: type[Error], words: str, src: Path, dst: Path, **options: Any)
 
 @pytest.fixture
 def no(tmp_path: Path) -> Path:
-    """The path of a folder that is not to be written."""
+    """Return the path of a folder that must not be written."""
     return tmp_path / "no"
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """The path of the folder that is written."""
+    """Return the path of the output folder."""
     return tmp_path / "out"
 
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
-    """The weights in one file."""
+    """Return the path of one file that contains all weights."""
     torch.save(some_state(), tmp_path / "whole.pt")
     return tmp_path / "whole.pt"
 
 
 @pytest.fixture(params=[True, False], ids=["safetensors", "bin"])
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A set of three shards, of either kind."""
+    """Return a set of three shards in each of the formats."""
     return save_set(tmp_path / "set", some_state(), safe=request.param)
 
 
-# What the Hub's libraries read
+# Loading by the Hub's libraries
 
 
 def assert_pretrained(transformers: ModuleType, folder: Path, model: Any, **kwargs: Any) -> None:
-    """Fail unless ``from_pretrained`` finds all of `model` in `folder` and nothing else,
-    and computes the same, bit for bit.
+    """Check that ``from_pretrained`` finds all of `model` in `folder` and nothing else, and that both models compute
+    the same values, bit for bit.
     """
     model.config.save_pretrained(folder)
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -166,8 +168,8 @@ def assert_pretrained(transformers: ModuleType, folder: Path, model: Any, **kwar
 def test_from_pretrained(
     transformers: ModuleType, model: Any, tmp_path: Path, safe: bool, format: str, size: str | None
 ) -> None:
-    """What DataParallel named and the Hub's tools put into shards loads once the prefix is off: in its own shards or
-    others, of either format, or in one file.
+    """Shards that were saved with the prefix of DataParallel load after the prefix is removed. They can be converted to
+    the same shards, other shards, the other format, or one file.
     """
     state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     save_set(tmp_path / "set", state, safe=safe, size="20KB")
@@ -178,7 +180,9 @@ def test_from_pretrained(
 
 
 def test_a_variant(transformers: ModuleType, model: Any, tmp_path: Path) -> None:
-    """Shards of a variant keep their names, dealt anew too: ``from_pretrained`` finds them."""
+    """The shards of a variant keep the variant in their names, also with another size, and ``from_pretrained`` finds
+    them.
+    """
     model.save_pretrained(tmp_path / "set", max_shard_size="20KB", variant="fp16")
     for n, size in enumerate((None, "40KB")):
         out = tmp_path / f"out{n}"
@@ -187,8 +191,8 @@ def test_a_variant(transformers: ModuleType, model: Any, tmp_path: Path) -> None
         assert_pretrained(transformers, out, model, variant="fp16")
 
 
-def test_what_is_not_changed_stays_byte_for_byte(model: Any, tmp_path: Path, out: Path) -> None:
-    """A set of ``save_pretrained`` that is converted to the same is the same, index and shards."""
+def test_unchanged_sets_have_the_same_bytes(model: Any, tmp_path: Path, out: Path) -> None:
+    """If nothing changes, the index and the shards of ``save_pretrained`` are written with the same bytes."""
     model.save_pretrained(tmp_path / "set", max_shard_size="20KB")
     convert(tmp_path / "set", out)
     before = {path.name: path.read_bytes() for path in (tmp_path / "set").glob("*safetensors*")}
@@ -196,8 +200,8 @@ def test_what_is_not_changed_stays_byte_for_byte(model: Any, tmp_path: Path, out
     assert len(before) > 3
 
 
-def test_huggingface_hub_loads_it(saved: Path, tmp_path: Path) -> None:
-    """``load_torch_model`` takes a dealt set strictly, and ``load_state_dict_from_file`` each shard."""
+def test_huggingface_hub_loads_the_output(saved: Path, tmp_path: Path) -> None:
+    """``load_torch_model`` loads a set of new shards strictly, and ``load_state_dict_from_file`` loads each shard."""
     model = torch.nn.Sequential(*(torch.nn.Linear(10, 10, bias=False) for _ in range(6)))
     for format in ("safetensors", "pt"):
         out = tmp_path / format
@@ -210,8 +214,8 @@ def test_huggingface_hub_loads_it(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
-def test_one_file_becomes_the_set_that_the_hub_would_make(tmp_path: Path, safe: bool) -> None:
-    """Files, places and the index are those of ``save_torch_state_dict``, to which the same state dict was given."""
+def test_one_file_becomes_the_set_of_huggingface_hub(tmp_path: Path, safe: bool) -> None:
+    """Files, positions and the index equal those of ``save_torch_state_dict`` for the same state dict."""
     state = {**some_state(), "big": torch.ones(999), "small": torch.ones(3)}
     torch.save(state, tmp_path / "whole.pt")
     theirs = save_set(tmp_path / "theirs", state, safe=safe)
@@ -222,11 +226,11 @@ def test_one_file_becomes_the_set_that_the_hub_would_make(tmp_path: Path, safe: 
     assert_equal(load_set(tmp_path / "ours"), load_set(theirs))
 
 
-# One checkpoint
+# Reading a set as one checkpoint
 
 
 def test_merged_to_one_file(saved: Path, tmp_path: Path) -> None:
-    """All names, in the order of the shards, ties still tied, whichever way the set says them."""
+    """The output contains all names, and tied names are still tied, however the set stores ties."""
     convert(saved, tmp_path / "out.pt")
     merged = torch.load(tmp_path / "out.pt", weights_only=True)
     assert_equal(merged, some_state())
@@ -237,8 +241,8 @@ def test_merged_to_one_file(saved: Path, tmp_path: Path) -> None:
     assert set(load_file(safe)) == set(some_state()) - {"module.tied"}
 
 
-def test_by_the_path_of_its_index(saved: Path, tmp_path: Path) -> None:
-    """The index means its set, whatever else there is."""
+def test_path_of_an_index(saved: Path, tmp_path: Path) -> None:
+    """The path of an index selects its set, even if the folder contains other checkpoints."""
     torch.save({}, saved / "pytorch_model.bin")
     refused(RefusedError, "several checkpoints", saved, tmp_path / "out.pt")
     convert(index_path(saved), tmp_path / "out.pt")
@@ -246,7 +250,7 @@ def test_by_the_path_of_its_index(saved: Path, tmp_path: Path) -> None:
 
 
 def test_without_an_index(saved: Path, out: Path) -> None:
-    """Shards whose names say that all are there are a set; what comes out has an index."""
+    """Shards without an index are a set if their names show that all of them exist. The output has an index."""
     names, index = sorted(os.listdir(saved)), index_of(saved)
     index_path(saved).unlink()
     convert(saved, out)
@@ -255,9 +259,7 @@ def test_without_an_index(saved: Path, out: Path) -> None:
 
 
 def test_retagged(tmp_path: Path) -> None:
-    """Each shard is what ``torch.load`` with a ``map_location`` makes of it, and stays
-    the file that it was, but for tags.
-    """
+    """The tags in each shard change, and the objects and the file names stay the same."""
     with tagging(["cuda:0"]):
         saved = save_set(tmp_path / "set", some_state(), safe=False)
     report = convert(saved, tmp_path / "out", map_location="cuda:1")
@@ -269,7 +271,9 @@ def test_retagged(tmp_path: Path) -> None:
 
 
 def test_renamed_across_shards(saved: Path, out: Path, no: Path) -> None:
-    """One edit reaches all of them, the index too; two names that would meet are seen, though they are in two files."""
+    """An edit applies to all shards and to the index. Two names that would become one are refused, even if they are in
+    different shards.
+    """
     convert(saved, out, rename=[(r"^module\.(\d)", r"layers.\1")])
     assert {*index_of(out)["weight_map"]} >= {f"layers.{i}.weight" for i in range(6)}
     load_set(out)
@@ -278,7 +282,7 @@ def test_renamed_across_shards(saved: Path, out: Path, no: Path) -> None:
 
 
 def test_cast(saved: Path, out: Path) -> None:
-    """The new sizes are in the index."""
+    """Tensors of all shards are cast, and the index contains the new size."""
     convert(saved, out, dtype=["bf16", "module.1.*=fp16"])
     expected = {
         name: tensor.to(torch.float16 if ".1." in name else torch.bfloat16) for name, tensor in some_state().items()
@@ -289,8 +293,10 @@ def test_cast(saved: Path, out: Path) -> None:
     assert index_of(out)["metadata"]["total_size"] == 1200
 
 
-def test_what_shared_a_storage_and_goes_two_ways(tmp_path: Path, out: Path) -> None:
-    """It is taken apart within its shard, beside another that has storages of the same keys."""
+def test_views_of_one_storage_with_different_casts(tmp_path: Path, out: Path) -> None:
+    """Views of one storage that are cast to different dtypes are separated in their shard. Another shard can contain
+    storages with the same keys.
+    """
     flat, c = torch.arange(8.0), torch.ones(4)
     save_shards(tmp_path / "set", {"a": flat[:4], "b": flat[4:]}, {"c": c})
     convert(tmp_path / "set", out, dtype=["a=bf16", "b=fp16", "c=fp64"])
@@ -298,8 +304,10 @@ def test_what_shared_a_storage_and_goes_two_ways(tmp_path: Path, out: Path) -> N
     assert index_of(out)["metadata"] == {"total_size": 48}
 
 
-def test_a_shard_that_loses_all_goes(saved: Path, out: Path) -> None:
-    """The others get its number, and the index says what is left."""
+def test_a_shard_without_tensors_is_removed(saved: Path, out: Path) -> None:
+    """A shard from which all tensors are excluded is removed. The other shards get new numbers, and the index contains
+    the remaining tensors.
+    """
     convert(saved, out, exclude=["module.2.*", "module.3.*"])
     suffix = next(saved.glob("*-00001-*")).suffix
     stem = "model" if suffix == ".safetensors" else "pytorch_model"
@@ -311,8 +319,10 @@ def test_a_shard_that_loses_all_goes(saved: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [None, "30KB"])
-def test_counts_that_would_be_false_are_left_out(model: Any, tmp_path: Path, out: Path, size: str | None) -> None:
-    """transformers' number of parameters stays as long as no tensor is left out, and is named when it goes."""
+def test_wrong_counts_are_left_out(model: Any, tmp_path: Path, out: Path, size: str | None) -> None:
+    """The number of parameters that transformers stores is kept if no tensor is left out. Otherwise it is left behind,
+    and the report names it.
+    """
     model.save_pretrained(tmp_path / "set", max_shard_size="20KB")
     index = json.loads((tmp_path / "set" / "model.safetensors.index.json").read_bytes())
     convert(tmp_path / "set", tmp_path / "same", format="pt", add_prefix="module")
@@ -325,8 +335,8 @@ def test_counts_that_would_be_false_are_left_out(model: Any, tmp_path: Path, out
 
 
 def test_in_the_hubs_cache(saved: Path, tmp_path: Path) -> None:
-    """A snapshot of links to blobs is the set, by the folder and by the index; a link to a
-    blob that is not there is a missing shard.
+    """A snapshot of links to blobs is a set, by the path of its folder and of its index. A link to a blob that does not
+    exist is a missing shard.
     """
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
@@ -341,18 +351,18 @@ def test_in_the_hubs_cache(saved: Path, tmp_path: Path) -> None:
     refused(MalformedError, r"1 of 3 shards is missing: \w+-00002-of-00003", snapshot, tmp_path / "no.pt")
 
 
-# What the index says and the shards do not
+# Indexes that contradict their shards
 
 
 def mend(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the index of `saved`."""
+    """Apply `change` to the index of `saved`."""
     index = index_of(saved)
     change(index)
     index_path(saved).write_text(json.dumps(index))
 
 
 def contradiction(saved: Path, no: Path, words: str) -> str:
-    """The hint of the error in which a set ends that contradicts itself; what it says begins with `words`."""
+    """Return the hint of the error that is raised for a contradictory set, and whose message begins with `words`."""
     error = refused(MalformedError, words, saved, no)
     assert error.what.startswith(words)
     assert "ckptconv convert" in (error.hint or "")
@@ -360,12 +370,12 @@ def contradiction(saved: Path, no: Path, words: str) -> str:
 
 
 def add_ghost(index: dict[str, Any]) -> None:
-    """A tensor that is in no shard."""
+    """Add a tensor that is in no shard to `index`."""
     index["weight_map"]["ghost"] = index["weight_map"]["module.0.weight"]
 
 
 def swap(index: dict[str, Any]) -> None:
-    """Two tensors that are there, but elsewhere: a reader that goes by the index would not find them."""
+    """Exchange the shards of two tensors in `index`, so that a reader that uses the index would not find them."""
     places = index["weight_map"]
     places["module.0.weight"], places["module.5.weight"] = places["module.5.weight"], places["module.0.weight"]
 
@@ -385,30 +395,32 @@ def swap(index: dict[str, Any]) -> None:
 def test_an_index_that_contradicts_its_shards(
     saved: Path, out: Path, no: Path, change: Callable[[dict[str, Any]], object], words: str
 ) -> None:
-    """Refused; where it is taken away, as the hint says, the set is read."""
+    """An index that contradicts its shards is refused. After it is deleted, as the hint suggests, the set is read."""
     mend(saved, change)
     assert "delete the index" in contradiction(saved, no, words)
     index_path(saved).unlink()
     convert(saved, out)
 
 
-def test_a_doubled_tensor(saved: Path, no: Path) -> None:
-    """In two shards: which one is read depends on the reader, with an index and without."""
+def test_a_tensor_in_two_shards(saved: Path, no: Path) -> None:
+    """A tensor in two shards is refused with and without an index, because it depends on the reader which one
+    is used.
+    """
     shards = shards_of(saved)
     if shards[0].suffix == ".bin":
         torch.save({**torch.load(shards[1]), "module.0.weight": torch.zeros(1)}, shards[1])
     else:
-        content = load_file(shards[1])  # mapped
+        content = load_file(shards[1])  # memory-mapped
         shards[1].unlink()
         save_file({**content, "module.0.weight": torch.zeros(1)}, shards[1])
     words = "1 tensor is in more than one shard: 'module.0.weight' in "
-    assert "delete the index" not in contradiction(saved, no, words)  # it would not help
+    assert "delete the index" not in contradiction(saved, no, words)  # deleting it would not help
     index_path(saved).unlink()
     contradiction(saved, no, words)
 
 
-def test_names_of_somebodys_own(tmp_path: Path, out: Path, no: Path) -> None:
-    """An index can be called as one likes, and so can shards; where two would get one name, that is said."""
+def test_custom_names(tmp_path: Path, out: Path, no: Path) -> None:
+    """An index and its shards can have any names. If two shards would get the same name, the conversion is refused."""
     saved = tmp_path / "set"
     saved.mkdir()
     index = saved / "the.index.json"
@@ -426,13 +438,13 @@ def test_names_of_somebodys_own(tmp_path: Path, out: Path, no: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["out", "out.pt"])
-def test_an_index_that_is_not_there(tmp_path: Path, name: str) -> None:
-    """It is a file that cannot be read, whatever is to become of it."""
+def test_a_missing_index(tmp_path: Path, name: str) -> None:
+    """An index that does not exist is reported as a missing file, whether the output is a file or a folder."""
     refused(InputError, "No such file", tmp_path / "model.safetensors.index.json", tmp_path / name)
 
 
 def test_shards_of_older_formats(tmp_path: Path, out: Path) -> None:
-    """Those from before torch 1.6 become zips under their names, whether they go to a folder or into one file."""
+    """Shards from before torch 1.6 become zip files with the same names."""
     state = {f"w{n}": torch.full((n,), 2.0) for n in (1, 2)}
     shards = [{name: tensor} for name, tensor in state.items()]
     report = convert(save_shards(tmp_path / "set", *shards, _use_new_zipfile_serialization=False), out)
@@ -446,8 +458,8 @@ def shards_of(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "folder"])
-def test_shards_that_are_no_files(saved: Path, no: Path, kind: str) -> None:
-    """Refused before anything waits for it."""
+def test_shards_that_are_not_files(saved: Path, no: Path, kind: str) -> None:
+    """A FIFO or a folder in the place of a shard is refused without waiting for it."""
     shard = shards_of(saved)[1]
     shard.unlink()
     NO_FILES[kind](shard)
@@ -455,30 +467,32 @@ def test_shards_that_are_no_files(saved: Path, no: Path, kind: str) -> None:
 
 
 def test_shards_that_are_pointers(saved: Path, no: Path) -> None:
-    """A clone without Git LFS is said to be one."""
+    """Shards that are Git LFS pointers are refused as such."""
     for path in shards_of(saved):
         path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
     refused(InputError, "LFS", saved, no)
 
 
 def test_shards_of_two_formats(tmp_path: Path, no: Path) -> None:
-    """What is called safetensors and is a pickle in one shard: refused, both named."""
+    """A pickle with the suffix of safetensors among shards of safetensors is refused, and the error names both
+    formats.
+    """
     saved = save_set(tmp_path / "set", some_state(), safe=True)
     path = saved / "model-00002-of-00003.safetensors"
-    content = load_file(path)  # mapped
+    content = load_file(path)  # memory-mapped
     path.unlink()
     torch.save(content, path)
     refused(UnsupportedError, r"model-00003-of-00003.safetensors is safetensors, model-00002", saved, no)
 
 
 @pytest.mark.parametrize("content", [[torch.ones(2)], {1: torch.ones(2)}, OrderedDict([(b"a", torch.ones(2))])])
-def test_shards_that_are_no_state_dicts(tmp_path: Path, no: Path, content: Any) -> None:
-    """What has no names is no part of one."""
+def test_shards_that_are_not_state_dicts(tmp_path: Path, no: Path, content: Any) -> None:
+    """A shard that is not a mapping of names to tensors is refused."""
     refused(UnsupportedError, r"not a mapping|not names", save_shards(tmp_path / "set", content), no)
 
 
-def test_a_name_that_stands_twice_in_a_shard(tmp_path: Path, no: Path) -> None:
-    """A pickle can say that; which of the two is meant, no index does."""
+def test_a_name_that_is_twice_in_a_shard(tmp_path: Path, no: Path) -> None:
+    """A pickle can contain a name twice. Such a shard is refused, because no index determines which tensor is used."""
     with without_crc32():
         save_shards(tmp_path / "set", {"aa": torch.zeros(1), "bb": torch.ones(1)})
     (path,) = (tmp_path / "set").iterdir()
@@ -487,7 +501,7 @@ def test_a_name_that_stands_twice_in_a_shard(tmp_path: Path, no: Path) -> None:
 
 
 def test_an_index_with_more_in_it(saved: Path, tmp_path: Path) -> None:
-    """Parts that nobody knows are named as left behind, what its metadata says is kept."""
+    """Unknown keys of an index are left behind, and the report names them. The metadata is kept."""
     more = {"note": "hello", "steps": 7, "nested": {"a": [1]}}
     mend(saved, lambda index: index["metadata"].update(more))
     mend(saved, lambda index: index.update(other=1))
@@ -500,11 +514,13 @@ def test_an_index_with_more_in_it(saved: Path, tmp_path: Path) -> None:
     assert metadata_of(tmp_path / "one" / "model.safetensors")["note"] == "hello"
 
 
-# What else shards hold
+# Other contents of shards
 
 
 def test_texts_of_safetensors(tmp_path: Path, out: Path) -> None:
-    """Each shard keeps its own; merged they are those of one file, and where two contradict each other that is said."""
+    """Each shard keeps its own texts. In one file they are merged, and the report names texts that contradict each
+    other.
+    """
     saved = tmp_path / "set"
     saved.mkdir()
     for n, texts in enumerate(({"a": "1", "b": "x"}, {"a": "1", "b": "y", "c": "z"}), 1):
@@ -524,18 +540,16 @@ def test_texts_of_safetensors(tmp_path: Path, out: Path) -> None:
 
 
 def test_a_text_that_would_be_a_tie(saved: Path, out: Path) -> None:
-    """A name that a text of the index happens to be, once names are changed, is not
-    written as one: it would be read as a tie.
-    """
+    """A text of the index is left behind if it equals a new name in the output, because it would be read as a tie."""
     mend(saved, lambda index: index["metadata"].update(best="1.weight"))
     report = convert(saved, out, format="safetensors", strip_prefix="module")
     assert index_of(out)["metadata"] == {"tied": "0.weight", "total_size": 2400}
     assert "it would be read as a tie" in [each.why for each in report.left_behind]
 
 
-def test_what_is_no_tensor(tmp_path: Path) -> None:
-    """stays in its shard, goes to the first one where shards are dealt, and is named
-    where the format has no place for it.
+def test_values_that_are_not_tensors(tmp_path: Path) -> None:
+    """A value that is not a tensor stays in its shard, or is in the first one of new shards. In safetensors, the value
+    is left behind, and the report names it.
     """
     state = {name: torch.ones(100) for name in "abd"}
     shards = {"a": state["a"], "b": state["b"]}, {"c_extra_state": None, "d": state["d"]}
@@ -552,8 +566,8 @@ def test_what_is_no_tensor(tmp_path: Path) -> None:
 
 
 def test_long_texts(tmp_path: Path) -> None:
-    """What the parser leaves in the file is found in the right one, whether shards stay, are dealt anew
-    or become one.
+    """Long texts, which the parser leaves in the file, are read from the correct shard. The output can be the same
+    shards, new shards or one file.
     """
     shards = [{f"w{n}": torch.ones(n), f"{n}_extra_state": str(n) * 100_000} for n in (1, 2, 3)]
     saved = save_shards(tmp_path / "set", *shards)
@@ -568,7 +582,7 @@ def test_long_texts(tmp_path: Path) -> None:
 
 
 def test_attributes_of_a_state_dict(tmp_path: Path, out: Path) -> None:
-    """``_metadata`` has no place in a set, and is named, whether it comes from a shard or a file."""
+    """``_metadata`` cannot be stored in a set, so the report names it, whether the source is a shard or a file."""
     saved = save_shards(tmp_path / "set", torch.nn.Linear(2, 2).state_dict())
     report = convert(saved, out)
     assert [each.path for each in report.left_behind] == ["model-00001-of-00001.bin/._metadata"]
@@ -581,9 +595,9 @@ def test_attributes_of_a_state_dict(tmp_path: Path, out: Path) -> None:
         assert [each.path for each in report.left_behind] == ["._metadata"]
 
 
-def test_storages_stay_whole_in_torchs_format(tmp_path: Path) -> None:
-    """All views of a flat buffer go into one shard, which is as large as it is; in
-    safetensors each is a tensor of its own.
+def test_storages_remain_complete_in_the_format_of_torch(tmp_path: Path) -> None:
+    """In torch's format, all views of a storage are in one shard, however large the storage is. In safetensors, each
+    view is a separate tensor.
     """
     flat = torch.arange(100.0)
     state = {"a": flat[:50], "x": torch.ones(10), "b": flat[50:], "y": torch.ones(10)}
@@ -601,7 +615,7 @@ def test_storages_stay_whole_in_torchs_format(tmp_path: Path) -> None:
 
 
 def test_copied_ties(whole: Path, out: Path) -> None:
-    """With --copy-tied each name has its bytes, in whatever shard, and the index counts them all."""
+    """With ``copy_tied``, each name has its own bytes in any of the shards, and the index counts all of them."""
     convert(whole, out, format="safetensors", max_shard_size=900, copy_tied=True)
     assert_equal(load_set(out), some_state())
     assert index_of(out)["metadata"] == {"total_size": 2800}
@@ -609,37 +623,37 @@ def test_copied_ties(whole: Path, out: Path) -> None:
 
 
 def test_a_whole_training_checkpoint(tmp_path: Path, out: Path) -> None:
-    """Its state dict goes into shards, the rest is named."""
+    """The state dict of a training checkpoint is written to shards, and the report names the other values."""
     torch.save({"state_dict": some_state(), "epoch": 3}, tmp_path / "last.ckpt")
     report = convert(tmp_path / "last.ckpt", out, max_shard_size=900)
     assert_equal(load_set(out), some_state())
     assert [each.path for each in report.left_behind] == ["epoch"]
 
 
-# What is refused
+# Refused conversions
 
 
 def test_a_part_without_a_state_dict(saved: Path, tmp_path: Path) -> None:
-    """Whoever typed a command is told what shows what there is, and nothing about objects in memory."""
+    """The hint for a part without a state dict contains the command that shows the contents."""
     error = refused(RefusedError, "no state dict", saved, tmp_path / "no.safetensors", select=next(iter(some_state())))
     assert error.hint == f"to see the contents: ckptconv inspect {saved}"
 
 
 def test_a_folder_without_a_size(whole: Path, no: Path) -> None:
-    """One file is no shards, nor is a part of some."""
+    """Without a size for shards, one file cannot be converted to a folder. The hint suggests a path with a suffix."""
     assert "a path with a suffix" in (refused(UsageError, "DST is a folder", whole, no).hint or "")
 
 
 @pytest.mark.parametrize(("format", "name"), [("legacy", "out.bin"), ("pickle", "out.pkl")])
 def test_formats_that_have_no_shards(saved: Path, tmp_path: Path, no: Path, format: str, name: str) -> None:
-    """The older ones write one file."""
+    """The older formats cannot be written as shards, only as one file."""
     refused(UsageError, "one file", saved, no, format=format)
     convert(saved, tmp_path / name, format=format)
 
 
 @pytest.mark.parametrize("key", [1, ("a",), "\ud800"])
-def test_names_that_no_index_can_hold(tmp_path: Path, no: Path, key: Any) -> None:
-    """A key that is no text, beside ones that are."""
+def test_names_that_no_index_can_contain(tmp_path: Path, no: Path, key: Any) -> None:
+    """A state dict with a key that is not valid text cannot be written to shards."""
     state = torch.nn.Linear(2, 2).state_dict()
     state[key] = torch.ones(1)
     torch.save(state, tmp_path / "whole.pt")
@@ -647,8 +661,8 @@ def test_names_that_no_index_can_hold(tmp_path: Path, no: Path, key: Any) -> Non
 
 
 def test_tensors_that_are_larger_than_a_shard(tmp_path: Path, no: Path) -> None:
-    """They are counted in a note, tied ones once, and get a separate shard; a size that none of several fits is a typo,
-    and what a size needs is said. One tensor alone is what it is.
+    """Tensors that are larger than the size get separate shards, and a note counts them, tied ones once. A size that is
+    smaller than each of several tensors is refused as a typo, but one tensor alone is written.
     """
     state = {"a": torch.ones(10), "b": torch.ones(20), "c": torch.ones(2), "e": torch.ones(0)}
     whole, one = tmp_path / "whole.pt", tmp_path / "one.pt"
@@ -664,14 +678,14 @@ def test_tensors_that_are_larger_than_a_shard(tmp_path: Path, no: Path) -> None:
     assert any("1 tensor is larger" in note for note in report.notes)
 
 
-def test_nothing_to_deal(tmp_path: Path, no: Path) -> None:
-    """A file without a tensor makes no shard."""
+def test_a_file_without_tensors(tmp_path: Path, no: Path) -> None:
+    """A file without tensors cannot be written to shards."""
     save_file({}, tmp_path / "model.safetensors")
     refused(RefusedError, "no tensor", tmp_path / "model.safetensors", no, max_shard_size="1GB")
 
 
 def test_a_folder_that_changes(saved: Path) -> None:
-    """One whose shards go after they were seen says what it is then."""
+    """If the shards are deleted after the folder was recognized as a set, the error describes the folder as empty."""
     with SourceFolder(saved) as folder:
         assert reading.looks_like(folder)
         for path in saved.iterdir():
@@ -680,12 +694,12 @@ def test_a_folder_that_changes(saved: Path) -> None:
             reading.read(folder, opening.read)
 
 
-# Whatever there is
+# Random state dicts
 
 
 @st.composite
 def states(draw: st.DrawFn) -> State:
-    """State dicts in which several names have one tensor, or views of one storage."""
+    """Generate state dicts in which several names have the same tensor or views of one storage."""
     storages = [torch.randn(draw(st.integers(0, 40))) for _ in range(draw(st.integers(1, 4)))]
     state: State = {}
     for n in range(draw(st.integers(1, 10))):
@@ -699,18 +713,18 @@ def states(draw: st.DrawFn) -> State:
 
 
 @given(states(), st.sampled_from(["safetensors", "pt"]), st.integers(1, 400), st.integers(1, 400))
-def test_dealt_and_dealt_again(
+def test_shards_of_shards(
     tmp_path_factory: pytest.TempPathFactory, state: State, format: str, size: int, again: int
 ) -> None:
-    """A file in shards, in other shards, and in one file again: the same values under
-    the same names, and tied what was tied.
+    """A file that is converted to shards, to other shards, and to one file again contains the same names and values.
+    Tied tensors are still tied.
     """
     folder = tmp_path_factory.mktemp("dealt")
     torch.save(state, folder / "whole.pt")
     try:
         convert(folder / "whole.pt", folder / "a", format=format, max_shard_size=size)
         convert(folder / "a", folder / "b", max_shard_size=again)
-    except UsageError:  # none of the tensors is so small
+    except UsageError:  # all tensors are larger
         reject()
     convert(folder / "b", folder / "c") if len(os.listdir(folder / "b")) > 1 else os.rename(folder / "b", folder / "c")
     files = [path for path in (folder / "c").iterdir() if path.suffix != ".json"]

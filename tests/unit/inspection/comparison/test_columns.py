@@ -1,4 +1,4 @@
-"""Columns: a comparison of rows finds what it finds when each tensor is a node of its own and each pickle is read."""
+"""A comparison of rows finds the same as a comparison in which every tensor is a node and every pickle is read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 2), (2, 2), (0, 2))
 
 
 def _tensor(random: Random) -> torch.Tensor:
-    """A small tensor, at times a parameter, a view, or one with an attribute."""
+    """Return a small tensor, sometimes a parameter, a view, or a tensor with an attribute."""
     dtype = random.choice((torch.float32, torch.float32, torch.float16, torch.int64))
     shape = random.choice(_SHAPES)
     tensor = (torch.arange(prod(shape)) + random.randrange(3)).reshape(shape).to(dtype)
@@ -41,7 +41,7 @@ def _tensor(random: Random) -> torch.Tensor:
 
 
 def _mapping(random: Random) -> dict[Any, Any]:
-    """A state dict, at times with ties, keys and values of other kinds."""
+    """Return a state dict, sometimes with ties, other keys, and values that are not tensors."""
     n = random.choice((3, 12, 12, 12, 40))
     made: dict[Any, Any] = OrderedDict() if random.random() < 0.3 else {}
     for i in range(n):
@@ -62,7 +62,9 @@ def _mapping(random: Random) -> dict[Any, Any]:
 
 
 def _changed(made: dict[Any, Any], random: Random) -> dict[Any, Any]:
-    """A copy of `made`, at times with other values, names, ties or order, or with all tensors of another kind."""
+    """Return a copy of `made`, sometimes with other values, names, ties or order, or with all tensors of
+    another kind.
+    """
     other = type(made)(made)
     if random.random() < 0.2:
         kind = random.choice((torch.nn.Parameter, lambda same: same.mT if same.dim() == 2 else same[None]))
@@ -130,7 +132,9 @@ def _found(ask: Any, pair: tuple[bytes, bytes], edits: Edits, compared: Compared
 
 @pytest.mark.untraced
 def test_columns_find_what_nodes_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of checkpoints made at random, with ties, views, attributes, devices, missing checksums and other objects."""
+    """Random pairs of checkpoints give the same result with rows and skipped pickles as without them. The checkpoints
+    contain ties, views, attributes, devices, missing checksums and other objects.
+    """
     met: Counter[str] = Counter()
     rows, has_pickle = diff._Comparison.equal_rows, torch_zip._has_pickle
 

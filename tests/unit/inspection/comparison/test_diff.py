@@ -1,5 +1,5 @@
-"""``ckptconv diff``: what is the same is said to be, one thing that was changed is found and nothing else, and the
-files are read no more than they must be.
+"""``ckptconv diff``: equal checkpoints are the same, each change is found and nothing else, and no more is read than
+necessary.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from tests.support.reduced import Reduced
 from tests.support.sampled import sampled
 from tests.support.writers import scripted
 
-# torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
-# deprecated, once for each process.
+# torch issues warnings about nested, quantized, compressed sparse and complex32 tensors once for each process: they are
+# experimental or deprecated.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:torch",
     "ignore::UserWarning:tests.support.zoo",
@@ -70,13 +70,13 @@ def saved(path: Path, obj: Any, tags: tuple[str, ...] = ("cpu",), **kwargs: Any)
 
 
 def bare(path: Path, obj: Any, **kwargs: Any) -> Path:
-    """`obj` saved with zero for every checksum, so that bytes have to be read."""
+    """Save `obj` at `path` with zero for every checksum, so that its bytes must be read, and return `path`."""
     with without_crc32():
         return saved(path, obj, **kwargs)
 
 
 def in_deflated_records(path: Path, obj: Any) -> Path:
-    """`obj` saved, and the archive packed again as zip does it."""
+    """Save `obj` at `path`, deflate the records of the archive, and return `path`."""
     return rezip(saved(path, obj), path, method=zipfile.ZIP_DEFLATED)
 
 
@@ -85,12 +85,12 @@ def status(*args: object) -> int:
 
 
 def remarks(found: Difference) -> list[str]:
-    """The notes, without the one of checksums."""
+    """Return the notes of `found` without the note about equal checksums."""
     return [note for note in found.notes if "equal checksums" not in note]
 
 
 def run() -> dict[str, Any]:
-    """What a training run saves."""
+    """Return an object as a training run saves it."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(net.parameters())
@@ -111,14 +111,14 @@ def run() -> dict[str, Any]:
     }
 
 
-# What is the same
+# Equal checkpoints
 
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("name", sampled(zoo.ZOO))
 def test_the_zoo_is_the_same_as_itself_and_its_conversions(name: str, tmp_path: Path) -> None:
-    """In every protocol and container that can hold it: as the second of a pair, and as the first with the bytes read;
-    what comes last, where it can safetensors, also beside itself.
+    """An object of the zoo is the same as its conversions in every protocol and container that can store it. Both
+    orders of the two files are compared, with and without checksums.
     """
     for protocol in (2, 5):
         if protocol < zoo.NEEDS_PROTOCOL.get(name, 2):
@@ -146,8 +146,8 @@ def test_the_zoo_is_the_same_as_itself_and_its_conversions(name: str, tmp_path: 
     [name for name in zoo.ZOO if name not in ("rng", "training", "numpy_objects", "objects", *zoo.NEEDS_PROTOCOL)],
 )
 def test_protocols_make_no_difference(name: str, tmp_path: Path) -> None:
-    """What pickle spells in several ways (bytes, sets, bytearrays) is the same; numpy's arrays are other calls in
-    protocol 5, and are not.
+    """Bytes, sets and bytearrays are the same in protocols 2 and 5, although pickle spells them differently. Objects
+    with numpy arrays are not tested, because protocol 5 uses other calls for them.
     """
     torch.manual_seed(0)
     obj = zoo.ZOO[name]()
@@ -156,7 +156,9 @@ def test_protocols_make_no_difference(name: str, tmp_path: Path) -> None:
 
 
 def test_prefix_and_container_alone_make_no_difference(tmp_path: Path) -> None:
-    """The issue's own example: a DataParallel checkpoint and the safetensors file of its plain names."""
+    """A DataParallel checkpoint is the same as the safetensors file with the plain names if the prefix is stripped or
+    unwrapped.
+    """
     state = run()["model"]
     ddp = saved(tmp_path / "ddp.pt", {f"module.{name}": tensor for name, tensor in state.items()}, ("cuda:1",))
     save_file(state, tmp_path / "plain.safetensors")
@@ -166,8 +168,8 @@ def test_prefix_and_container_alone_make_no_difference(tmp_path: Path) -> None:
 
 
 def test_one_state_dict_is_compared_with_safetensors(tmp_path: Path) -> None:
-    """Of a training checkpoint on either side the state dict is taken; what was not compared is said,
-    with its paths.
+    """If one file is safetensors, the state dict of the other one is compared with it, on either side. A note lists the
+    paths that are not compared.
     """
     save_file(run()["model"], tmp_path / "model.safetensors")
     full = saved(tmp_path / "full.pt", run(), ("cuda:0",))
@@ -183,7 +185,7 @@ def test_one_state_dict_is_compared_with_safetensors(tmp_path: Path) -> None:
         assert " other than tensors (optimizer, epoch, device and " in note
 
 
-# What is different
+# Changes
 
 
 def tensor_of(obj: Any) -> torch.Tensor:
@@ -238,7 +240,7 @@ CHANGES: dict[str, tuple[Change, list[tuple[str, str]]]] = {
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("what", CHANGES)
 def test_one_change_is_found_and_nothing_else(what: str, protocol: int, tmp_path: Path) -> None:
-    """Each kind of change, in both directions, also between containers."""
+    """Each kind of change is the only finding, in both directions and between containers."""
     before = run()
     after = copy.deepcopy(before)
     change, expected = CHANGES[what]
@@ -256,7 +258,7 @@ def test_one_change_is_found_and_nothing_else(what: str, protocol: int, tmp_path
 
 
 def findings(found: Difference) -> list[tuple[str, str]]:
-    """Each finding as a path and a word for what differs there."""
+    """Return each finding as a path and a word for the difference there."""
     every = [(each.path, "only_in_a") for each in found.only_in_a] + [
         (each.path, "only_in_b") for each in found.only_in_b
     ]
@@ -272,8 +274,8 @@ def findings(found: Difference) -> list[tuple[str, str]]:
 
 
 def test_keys_that_are_no_texts(tmp_path: Path) -> None:
-    """Tuples and frozensets, however nested, are one key or member wherever they stand;
-    what is too deep is paired by its place.
+    """Nested tuples and frozensets are recognized as the same key or member in any order. Keys that are nested too
+    deeply are paired by their position.
     """
     keys = [(1, 2), ((1, 2), 3), frozenset([1, (2, b"x")]), 1, 1.5, b"y", None, tuple(range(12)), (float("nan"),)]
     a = saved(tmp_path / "a.pt", {"d": {key: n for n, key in enumerate(keys)}, "s": {*keys[:-1]}, "w": torch.ones(1)})
@@ -314,7 +316,7 @@ def in_ranks(obj: Any, path: Path) -> Path:
     return path
 
 
-#: Checkpoints whose bytes are in several files, or in several byte strings of one.
+#: Checkpoints whose bytes are in several files, or in several byte strings of one file.
 IN_PARTS: dict[str, Callable[[Any, Path], Path]] = {
     "shards of safetensors": partial(converted, max_shard_size="4KB", format="safetensors"),
     "shards of torch.save": partial(converted, max_shard_size="4KB", format="pt"),
@@ -326,7 +328,7 @@ IN_PARTS: dict[str, Callable[[Any, Path], Path]] = {
 
 @pytest.mark.parametrize("how", IN_PARTS)
 def test_tensors_at_the_same_place_of_different_files(how: str, tmp_path: Path) -> None:
-    """Of tensors with the same numbers one is changed, each in turn: it is found, and no other one."""
+    """If one of several equal tensors changes, only this tensor is reported, no matter in which file its bytes are."""
     weights = {name: torch.arange(1000.0) for name in "abc"}
     before = IN_PARTS[how](weights, tmp_path / "before")
     assert ckptconv.diff(before, before).same
@@ -338,15 +340,17 @@ def test_tensors_at_the_same_place_of_different_files(how: str, tmp_path: Path) 
 
 
 def test_devices_count_between_files_of_torch(tmp_path: Path) -> None:
-    """A tag is a difference, and says that the values are none."""
+    """A different tag is a difference, but the values of the tensor are reported as equal."""
     a, b = saved(tmp_path / "a.pt", run()["model"]), saved(tmp_path / "b.pt", run()["model"], ("cuda:0",))
     found = ckptconv.diff(a, b)
     assert (found.differing[0].path, found.differing[0].device) == ("0.weight", ("cpu", "cuda:0"))
     assert len(found.differing) == 7 and all(each.values and not each.values.differing for each in found.differing)
 
 
-def test_what_headers_say_of_what_differs(tmp_path: Path) -> None:
-    """On both sides; one tensor with two names is tied, also where it is one object of the pickle."""
+def test_differences_contain_the_facts_of_both_sides(tmp_path: Path) -> None:
+    """A difference contains the dtype, shape, size and tie of the tensor on both sides. Two names of one object of the
+    pickle are also a tie.
+    """
     tied = torch.ones(2)
     left = saved(tmp_path / "a.pt", {"a": tied, "b": tied, "x": tied, "y": tied})
     right = saved(tmp_path / "b.pt", {"a": torch.ones(3), "b": torch.ones(2).half()})
@@ -359,8 +363,8 @@ def test_what_headers_say_of_what_differs(tmp_path: Path) -> None:
 
 
 def test_how_far_apart_values_are(tmp_path: Path) -> None:
-    """Elements, largest absolute and relative difference; another dtype is compared by value; views by
-    what they show.
+    """A difference contains the number of changed elements and the largest absolute and relative difference. Tensors of
+    different dtypes are compared by value, and views by their elements.
     """
     a = {
         "w": torch.tensor([1.0, 2.0, 4.0, float("nan")]),
@@ -385,8 +389,8 @@ def test_how_far_apart_values_are(tmp_path: Path) -> None:
 
 
 def test_tolerances_are_those_of_allclose(tmp_path: Path) -> None:
-    """Within them the files are the same, and a note says how far apart they are; a tolerance that is
-    none is refused.
+    """The tolerances are those of torch.allclose. Files that differ only within the tolerance are the same, with a
+    note. An invalid tolerance is refused.
     """
     numbers = torch.linspace(1, 2, 50_000)
     a, b = saved(tmp_path / "a.pt", {"w": numbers}), saved(tmp_path / "b.pt", {"w": numbers * 1.001})
@@ -402,7 +406,7 @@ def test_tolerances_are_those_of_allclose(tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_compared_in_all_their_parts(tmp_path: Path) -> None:
-    """Changes in the first, in a later and in the last buffer of a tensor of 40 MB are all counted."""
+    """Changes in the first, in a middle and in the last buffer of a tensor of 40 MB are all counted."""
     numbers = torch.zeros(10_000_001)
     changed = numbers.clone()
     for i in (0, 262_144, 4_194_303, 4_194_304, 9_999_999, 10_000_000):
@@ -415,7 +419,7 @@ def test_large_tensors_are_compared_in_all_their_parts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["quantized", "sparse", "nested", "meta", "subclass", "storages", "user_data"])
 def test_tensors_that_are_more_than_a_storage(kind: str, tmp_path: Path) -> None:
-    """A changed number inside them is found, in one finding for the name."""
+    """A changed number in a tensor that consists of several parts is found, with one finding for its name."""
     changed: dict[str, Callable[[], Any]] = {
         "quantized": lambda: {
             **zoo.quantized(),
@@ -434,7 +438,7 @@ def test_tensors_that_are_more_than_a_storage(kind: str, tmp_path: Path) -> None
 
 
 def test_a_scale_alone_is_found(tmp_path: Path) -> None:
-    """The whole numbers of two quantized tensors are the same, and what they mean is not."""
+    """A quantized tensor differs if only its scale differs."""
     a, b = (torch._make_per_tensor_quantized_tensor(torch.arange(4).to(torch.int8), scale, 0) for scale in (0.5, 0.25))
     found = ckptconv.diff(saved(tmp_path / "a.pt", {"q": a}), saved(tmp_path / "b.pt", {"q": b}))
     (only,) = found.differing
@@ -442,7 +446,7 @@ def test_a_scale_alone_is_found(tmp_path: Path) -> None:
 
 
 def test_numbers_that_share_a_byte(tmp_path: Path) -> None:
-    """Tensors of four-bit numbers are compared byte by byte, all of them."""
+    """Tensors of four-bit numbers are compared byte by byte, with all their bytes."""
     scales = torch.ones(2)
     a, b = (
         torch.quantize_per_channel(numbers.view(2, 8), scales, scales, 0, torch.quint4x2)
@@ -459,7 +463,7 @@ def untyped(data: bytes) -> torch.UntypedStorage:
 
 
 def four_bits(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> Reduced:
-    """A tensor of four-bit numbers."""
+    """Return a tensor of four-bit numbers on a storage with `data`."""
     storage = torch.storage.TypedStorage(wrap_storage=untyped(data), dtype=torch.quint4x2, _internal=True)
     quantizer = torch.per_tensor_affine, 1.0, 0
     args = storage, offset, shape, stride, quantizer, False, OrderedDict()
@@ -477,8 +481,8 @@ def four_bits(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...], offs
     ],
 )
 def test_numbers_that_share_a_byte_with_others(a: Any, b: Any, tmp_path: Path) -> None:
-    """At an odd place, an odd number of them, not in order: equal storages make them the same, and else they are not
-    compared, and never the same.
+    """Four-bit tensors with an odd offset, an odd size or another order are the same if their storages and views are
+    equal. Otherwise they are not compared, and count as different.
     """
     left = saved(tmp_path / "a.pt", [four_bits(b"\x10\x20\x01\x00", *a)])
     for data in (b"\x10\x20\x02\x00", b"\x11\x20\x01\x00", b"\x10\x20\x01\x00\x00"):
@@ -494,8 +498,8 @@ def test_numbers_that_share_a_byte_with_others(a: Any, b: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if hasattr(torch, name)])
 def test_every_dtype(name: str, tmp_path: Path) -> None:
-    """One changed element is one, in order and not, whether torch can make a number of it or not; beside numbers of
-    another dtype there is an answer too.
+    """One changed element is counted in every dtype, contiguous or not. Values are compared with another dtype only if
+    both can be converted to numbers.
     """
     dtype = BY_NAME[name]
     n = 64 // dtype.itemsize * dtype.packed
@@ -526,19 +530,21 @@ def test_every_dtype(name: str, tmp_path: Path) -> None:
 
 
 def test_torchscript_is_compared_by_its_weights(tmp_path: Path) -> None:
-    """With its own conversion it is the same, and a note says that the program was not compared."""
+    """A TorchScript archive is the same as its conversion to safetensors. A note reports that the code is not
+    compared.
+    """
     (tmp_path / "script.pt").write_bytes(scripted(torch.nn.Linear(2, 2)))
     ckptconv.convert(tmp_path / "script.pt", tmp_path / "weights.safetensors")
     found = ckptconv.diff(tmp_path / "script.pt", tmp_path / "weights.safetensors")
     assert found.same and found.tensors == 2 and any("code" in note for note in found.notes)
 
 
-# How much is read
+# Reading
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The file and the bytes of each large read."""
+    """Return a list to which the file name and the length of each read are added."""
     done: list[tuple[str, int]] = []
     read, read_into = Source.read, Source.read_into
 
@@ -556,8 +562,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def test_equal_checksums_are_not_read(tmp_path: Path, reads: list[tuple[str, int]]) -> None:
-    """Where both files say a storage's checksum, nothing of it is read; where one
-    does not, all of it is, on both sides.
+    """A storage with equal checksums in both files is not read, except with full=True. If one file has no checksum, the
+    storage is read on both sides.
     """
     obj = {"w": torch.zeros(3_000_000, dtype=torch.uint8), "small": torch.zeros(70_000, dtype=torch.uint8)}
     a, b = saved(tmp_path / "a.pt", obj), saved(tmp_path / "b.pt", {**obj, "x": 1})
@@ -578,7 +584,7 @@ def test_equal_checksums_are_not_read(tmp_path: Path, reads: list[tuple[str, int
 
 
 def test_a_tie_is_read_once(tmp_path: Path, reads: list[tuple[str, int]]) -> None:
-    """Names of one tensor on both sides are one comparison, and so are equal views of one storage."""
+    """A tensor with several names, and equal views of one storage, are read once."""
     w = torch.zeros(1000, 1000)
     obj = {"a": w, "b": w, "t": w.t(), "again": w.t()}
     a, b = bare(tmp_path / "a.pt", obj), bare(tmp_path / "b.pt", obj)
@@ -587,7 +593,9 @@ def test_a_tie_is_read_once(tmp_path: Path, reads: list[tuple[str, int]]) -> Non
 
 
 def test_torch_is_not_imported_for_equal_files(tmp_path: Path) -> None:
-    """Neither for plain tensors nor for the same views of equal storages; where bytes differ, it is."""
+    """Comparing equal files does not import torch, also for equal views of equal storages. Comparing different bytes
+    does.
+    """
     obj = {"w": torch.zeros(9), "t": torch.arange(6.0).view(2, 3).t()}
     a, b = bare(tmp_path / "a.pt", obj), bare(tmp_path / "b.pt", obj)
     ckptconv.convert(a, tmp_path / "c.pkl", format="pickle")
@@ -598,9 +606,9 @@ def test_torch_is_not_imported_for_equal_files(tmp_path: Path) -> None:
         assert done.stdout.strip() == expected
 
 
-def test_deflated_and_turned_round(tmp_path: Path) -> None:
-    """Storages that a zip has deflated, and numbers of a big-endian machine, are what they are elsewhere; the same
-    bytes, and checksums, in two orders are two numbers.
+def test_deflated_and_big_endian_storages(tmp_path: Path) -> None:
+    """Deflated storages and big-endian numbers are the same as their plain versions. Equal bytes in two byte orders are
+    different numbers.
     """
     obj = {"w": torch.arange(100_000.0), "t": torch.arange(6.0).view(2, 3).t(), "n": torch.arange(5)}
     plain = saved(tmp_path / "plain.pt", obj)
@@ -651,10 +659,12 @@ def test_deflated_and_turned_round(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_where_no_name_matches_the_command_that_compares(
+def test_names_without_matches_give_a_suggestion(
     a: Any, b: Any, flags: list[str], tmp_path: Path, command: Command
 ) -> None:
-    """It is printed, runs as typed, and finds every tensor the same."""
+    """If no name matches, ``diff`` prints a command that compares the two files. The command works as printed, and
+    finds that all tensors are the same.
+    """
     said = command("diff", saved(tmp_path / "a a.pt", a), saved(tmp_path / "b.pt", b), status=1).out
     (line,) = [line for line in said.splitlines() if line.startswith("    ckptconv diff ")]
     words = shlex.split(line)
@@ -663,14 +673,14 @@ def test_where_no_name_matches_the_command_that_compares(
     assert found["tensors"] == 7 and not (found["differing"] or found["only_in_a"] or found["only_in_b"])
 
 
-def test_what_is_not_alike_gets_no_command(tmp_path: Path) -> None:
-    """Names that have nothing to do with one another."""
+def test_unrelated_names_give_no_suggestion(tmp_path: Path) -> None:
+    """There is no suggestion if the names of the two files are unrelated."""
     a, b = saved(tmp_path / "a.pt", {"x.w": torch.ones(1)}), saved(tmp_path / "b.pt", {"y": torch.ones(1)})
     assert ckptconv.diff(a, b).suggestion is None
 
 
 def test_edits_are_those_of_convert(tmp_path: Path) -> None:
-    """Each flag gives what ``diff`` finds between the converted A and B."""
+    """An edit gives the same findings as ``diff`` between the converted files."""
     a, b = saved(tmp_path / "a.pt", run()), saved(tmp_path / "b.pt", run()["model"])
     edits: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"state_dict": True}, {}),
@@ -688,7 +698,9 @@ def test_edits_are_those_of_convert(tmp_path: Path) -> None:
 
 
 def changed_run(**parts: Any) -> dict[str, Any]:
-    """A training run some steps later: other weights, another optimizer, other names beside them."""
+    """Return a later checkpoint of the training run with other weights, another optimizer state, and the additional
+    `parts`.
+    """
     later = run()
     later["model"]["1.bias"].add_(1)
     later["optimizer"]["state"][0]["step"].add_(1)
@@ -696,7 +708,7 @@ def changed_run(**parts: Any) -> dict[str, Any]:
 
 
 def test_parts_of_a_conversion(tmp_path: Path) -> None:
-    """What is left of a training checkpoint is the same in its safetensors file, on either side."""
+    """A selected part of a training checkpoint is the same in its safetensors file, on either side."""
     b = saved(tmp_path / "b.pt", changed_run(more=torch.ones(1)))
     ckptconv.convert(b, tmp_path / "b.safetensors")
     assert findings(ckptconv.diff(b, tmp_path / "b.safetensors", include="1.*")) == []
@@ -706,7 +718,7 @@ def test_parts_of_a_conversion(tmp_path: Path) -> None:
 TIED, ONES, OTHERS = torch.arange(4.0), torch.ones(1), torch.ones(2)
 TEXTS = ["a", "b"]
 SHARED = {"w": torch.ones(2)}
-#: As one hash of eight they come in the order in which they went in.
+#: 0 and 8 have the same place in a set of eight slots, so each set keeps the order in which they were added.
 EIGHTS = {0, 8}, set([8, 0])  # noqa: C405
 LATER = changed_run(more=torch.ones(1))
 BIAS = [("1.bias", "values")]
@@ -716,7 +728,7 @@ def wrapper(device: str, number: float) -> dict[str, torch.Tensor]:
     return {"w": zoo.WrapperTensor(torch.full((2,), number), device)}
 
 
-#: A, B, keywords; what is found, and what is noted.
+#: A, B, the keywords, the findings, and the notes.
 PAIRS: dict[str, tuple[Any, Any, dict[str, Any], list[tuple[str, str]], list[str]]] = {
     "the order of keys, and of a set's members, does not count": (
         {"x": ONES, "y": 2, "s": {"a", "b", 1, (2, 3)}},
@@ -800,7 +812,7 @@ PAIRS: dict[str, tuple[Any, Any, dict[str, Any], list[tuple[str, str]], list[str
 
 @pytest.mark.parametrize("case", PAIRS)
 def test_what_is_found_and_noted(case: str, tmp_path: Path) -> None:
-    """Of two files, with these keywords."""
+    """``diff`` reports the expected findings and notes for each pair of files and keywords."""
     a, b, keywords, expected, notes = PAIRS[case]
     found = ckptconv.diff(saved(tmp_path / "a.pt", a), saved(tmp_path / "b.pt", b), **keywords)
     assert (findings(found), remarks(found), found.same) == (expected, notes, not expected)
@@ -808,7 +820,7 @@ def test_what_is_found_and_noted(case: str, tmp_path: Path) -> None:
 
 STATE = dict(run()["model"])
 BARE = "B has nothing at model, so all of B is compared"
-#: A, B, keywords; what is noted, how many tensors are in both, and how many are in one alone.
+#: A, B, the keywords, the notes, and the numbers of tensors in both, only in A, and only in B.
 LACKING: dict[str, tuple[Any, Any, dict[str, Any], list[str], tuple[int, int, int]]] = {
     "nothing at the path": ({"model": STATE}, STATE, {"select": "model"}, [BARE], (7, 0, 0)),
     "nothing at the path, and no state dict is taken": (
@@ -850,8 +862,10 @@ LACKING: dict[str, tuple[Any, Any, dict[str, Any], list[str], tuple[int, int, in
 
 
 @pytest.mark.parametrize("case", LACKING)
-def test_what_b_has_not_is_compared_whole(case: str, tmp_path: Path) -> None:
-    """Where B has nothing at the path, no state dict, or no such name it is taken as it is, and a note says so."""
+def test_b_without_the_selected_part_is_compared_as_a_whole(case: str, tmp_path: Path) -> None:
+    """If B does not have the selected path, a state dict, or a matching name, all of B is compared, and a note reports
+    this.
+    """
     a, b, keywords, notes, (both, only_in_a, only_in_b) = LACKING[case]
     found = ckptconv.diff(saved(tmp_path / "a.pt", a), saved(tmp_path / "b.pt", b), **keywords)
     assert (remarks(found), found.tensors) == (notes, both)
@@ -860,7 +874,7 @@ def test_what_b_has_not_is_compared_whole(case: str, tmp_path: Path) -> None:
 
 
 def test_safetensors_has_nothing_at_a_path(tmp_path: Path) -> None:
-    """It is compared whole, too."""
+    """A safetensors file has no paths to select, so it is compared as a whole."""
     save_file(STATE, tmp_path / "b.safetensors")
     found = ckptconv.diff(saved(tmp_path / "a.pt", {"model": STATE}), tmp_path / "b.safetensors", select="model")
     assert found.same and remarks(found) == [BARE]
@@ -875,7 +889,9 @@ def test_safetensors_has_nothing_at_a_path(tmp_path: Path) -> None:
     ],
 )
 def test_an_edit_that_only_b_can_have(flags: list[str], hint: str, tmp_path: Path, command: Command) -> None:
-    """The error names the command, in Python the call, with the files the other way round; it runs as it is typed."""
+    """If an edit applies only to B, the error suggests the command, or in Python the call, with the files in the other
+    order. Both work as printed.
+    """
     plain = saved(tmp_path / "a plain.pt", run()["model"])
     ddp = saved(tmp_path / "ddp.pt", {f"module.{name}": tensor for name, tensor in run()["model"].items()})
     said = command("diff", plain, ddp, *flags, status=2).err
@@ -890,8 +906,10 @@ def test_an_edit_that_only_b_can_have(flags: list[str], hint: str, tmp_path: Pat
         assert before == hint and not eval(call).only_in_b
 
 
-def test_unwrap_that_changes_nothing_leaves_room_for_a_command(tmp_path: Path) -> None:
-    """The second file is the one that is wrapped; the command that is printed runs."""
+def test_unwrap_without_effect_gives_a_suggestion(tmp_path: Path) -> None:
+    """If only the second file is wrapped, ``unwrap`` changes nothing, and the suggested command adds the prefix. The
+    command works.
+    """
     plain = saved(tmp_path / "plain.pt", run()["model"])
     ddp = saved(tmp_path / "ddp.pt", {f"module.{name}": tensor for name, tensor in run()["model"].items()})
     suggestion = ckptconv.diff(plain, ddp, unwrap=True).suggestion
@@ -900,7 +918,9 @@ def test_unwrap_that_changes_nothing_leaves_room_for_a_command(tmp_path: Path) -
 
 
 def test_texts_of_safetensors(tmp_path: Path) -> None:
-    """Two files' texts count, but for a format that one of them does not say."""
+    """The texts in the metadata of two safetensors files are compared, except for a format that only one file
+    contains.
+    """
     tensors = {"w": torch.ones(2)}
     save_file(tensors, tmp_path / "a.safetensors", {"format": "pt", "step": "1"})
     save_file(tensors, tmp_path / "b.safetensors", {"step": "2"})
@@ -909,7 +929,7 @@ def test_texts_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_header_whose_length_starts_like_a_pickle(tmp_path: Path) -> None:
-    """A safetensors file with a header of 640 bytes starts with 80 02, as a pickle does, and is none."""
+    """A safetensors file with a header of 640 bytes starts with 80 02 like a pickle, but is read as safetensors."""
     path = tmp_path / "a.safetensors"
     for n in range(400, 640):
         save_file({"w": torch.ones(2)}, path, {"text": "x" * n})
@@ -922,9 +942,9 @@ def test_a_header_whose_length_starts_like_a_pickle(tmp_path: Path) -> None:
 # Exit status, errors, output
 
 
-def test_exit_status_of_trouble_is_two(tmp_path: Path, command: Command) -> None:
-    """A missing file, a cut one, a folder, a glob without a match, a wrong flag: 2, with a line
-    that says why, whatever the other flags.
+def test_errors_exit_with_status_two(tmp_path: Path, command: Command) -> None:
+    """A missing or truncated file, a folder, a pattern without a match, and an invalid option give the exit status 2
+    and a message, also with -q.
     """
     good = saved(tmp_path / "good.pt", run())
     cut = tmp_path / "cut.pt"
@@ -944,14 +964,14 @@ def test_exit_status_of_trouble_is_two(tmp_path: Path, command: Command) -> None
 
 
 def test_a_crash_is_not_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever goes wrong, 1 means that the files are different."""
+    """The exit status 1 always means that the files differ. An unexpected exception gives 2."""
     good = saved(tmp_path / "good.pt", {"w": torch.ones(1)})
     monkeypatch.setattr("ckptconv.cli.diff.compare", lambda *args, **kwargs: 1 / 0)
     assert status(good, good) == 2
 
 
 def test_a_file_that_changes_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that are gone while they are compared end in an error, from whatever thread."""
+    """A file that is truncated during the comparison is reported as changed, also if another thread reads it."""
     a, b = (bare(tmp_path / name, {"w": torch.zeros(9_000_000)}) for name in ("a.pt", "b.pt"))
     read_into = Source.read_into
 
@@ -966,8 +986,10 @@ def test_a_file_that_changes_is_found_out(tmp_path: Path, monkeypatch: pytest.Mo
         ckptconv.diff(a, b)
 
 
-def test_a_view_that_repeats_its_elements_for_ever(tmp_path: Path) -> None:
-    """It is refused by its size where it would have to be written out, and not where its storage says enough."""
+def test_a_view_with_too_many_elements(tmp_path: Path) -> None:
+    """A view with too many elements is refused if its elements must be read one by one. If the storages are equal, the
+    views are the same.
+    """
     shape = (1 << 20, 1 << 20)
     a = saved(tmp_path / "a.pt", {"w": torch.ones(1 << 21).as_strided(shape, (1, 1))})
     b = saved(tmp_path / "b.pt", {"w": torch.zeros(1 << 21).as_strided(shape, (1, 1))})
@@ -977,7 +999,7 @@ def test_a_view_that_repeats_its_elements_for_ever(tmp_path: Path) -> None:
 
 
 def test_what_both_repeat_is_compared_once(tmp_path: Path) -> None:
-    """And counted as often as it stands there."""
+    """Elements that both sides repeat are compared once, but counted as often as they occur."""
     a = saved(tmp_path / "a.pt", {"w": torch.tensor([[1.0], [2.0]]).expand(2, 1 << 40)})
     b = saved(tmp_path / "b.pt", {"w": torch.tensor([[1.0], [3.0]]).expand(2, 1 << 40)})
     (only,) = ckptconv.diff(a, b).differing
@@ -989,8 +1011,8 @@ def test_what_both_repeat_is_compared_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("deflated", [False, True])
 @pytest.mark.parametrize("step", [1, 2])
 def test_many_views_of_one_storage(step: int, deflated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal storages are compared once, whatever their views, and so are elements that differ in views of neighbours.
-    Where views have others than neighbours, all together may read so much and no more.
+    """Equal storages are compared once for all their views, and so are contiguous views that overlap. For other views,
+    the number of bytes that may be read is limited.
     """
     numbers, files = torch.arange(3000.0), {}
     for name, changed in (("a", -1), ("same", -1), ("b", 1500)):
@@ -1011,8 +1033,8 @@ def test_many_views_of_one_storage(step: int, deflated: bool, tmp_path: Path, mo
 
 
 def test_no_room_to_inflate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is deflated and read at any place needs room: too little of it is said before, and a file that cannot be
-    written by its folder and what was needed.
+    """A deflated tensor that must be read at random positions needs temporary space. The error reports missing space,
+    or the folder that cannot be written, and the necessary size.
     """
     a = bare(tmp_path / "a.pt", {"t": torch.arange(1_000_000.0).view(1000, 1000)})
     in_deflated_records(tmp_path / "b.pt", {"t": torch.arange(1_000_000.0).view(1000, 1000).t()})
@@ -1027,13 +1049,15 @@ def test_no_room_to_inflate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(ckptconv.OutputError, match=r"No such file.*set TMPDIR"):
         ckptconv.diff(a, tmp_path / "b.pt")
-    monkeypatch.setattr(tempfile, "tempdir", "/proc")  # where nothing is free
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")  # a folder without free space
     with pytest.raises(ckptconv.OutputError, match=r"not enough free space .*4,000,000.*got 0 bytes"):
         ckptconv.diff(a, tmp_path / "b.pt")
 
 
-def test_graphs_that_meet_in_ever_new_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rings of different lengths meet in each pair of their places, once; what would take forever is refused."""
+def test_rings_of_different_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings of different lengths are compared once at each pair of positions. A comparison that would take too long is
+    refused.
+    """
 
     def ring(n: int) -> list[Any]:
         links: list[list[Any]] = [[] for _ in range(n)]
@@ -1050,7 +1074,7 @@ def test_graphs_that_meet_in_ever_new_ways(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_long_text_in_many_places_is_read_once(tmp_path: Path, reads: list[tuple[str, int]]) -> None:
-    """So that a small file cannot make a large one be read over and over."""
+    """A long string that occurs many times is read once, so a small file cannot cause a large amount of reading."""
     text = "x" * 1_000_000
     a, b = (saved(tmp_path / f"{n}.pt", [torch.ones(1), *[text] * 200]) for n in "ab")
     assert ckptconv.diff(a, b).same
@@ -1058,7 +1082,7 @@ def test_a_long_text_in_many_places_is_read_once(tmp_path: Path, reads: list[tup
 
 
 def test_json_is_json(tmp_path: Path, command: Command) -> None:
-    """No literal that JSON does not have; the versioned fields; integers for sizes."""
+    """The JSON output contains the versioned fields, integers for sizes, and no literals that JSON does not have."""
     a = saved(tmp_path / "a.pt", {"w": torch.tensor([1.0, float("nan")]), "x": torch.ones(2), "e": float("nan")})
     b = saved(tmp_path / "b.pt", {"w": torch.tensor([float("inf"), float("nan")]), "y": torch.ones(2), "e": 1})
     found = command.json("diff", a, b, status=1)
@@ -1100,8 +1124,10 @@ def test_json_is_json(tmp_path: Path, command: Command) -> None:
 
 @pytest.mark.parametrize("is_compressed", [False, True])
 def test_relative_to_the_largest_of_b(tmp_path: Path, is_compressed: bool) -> None:
-    """The largest difference is divided by the largest magnitude in all of B, also where that differs in nothing."""
-    n = 1 << 19  # in files a buffer of the large ones is the same before the one that differs
+    """The largest difference is divided by the largest magnitude in all of B, including the parts of B that do not
+    differ.
+    """
+    n = 1 << 19  # in both files, a large buffer is equal before the one that differs
     wave = torch.linspace(-1, 1, n)
     changes: dict[str, tuple[torch.Tensor, int | complex, float]] = {
         "float": (wave, 8, 0.5 / 8),
@@ -1131,8 +1157,8 @@ def test_relative_to_the_largest_of_b(tmp_path: Path, is_compressed: bool) -> No
 def test_the_largest_of_overlapping_views_is_looked_for_within_bounds(
     tmp_path: Path, reads: list[tuple[str, int]]
 ) -> None:
-    """Where views of A that overlap are compared with one of B, and more would be read than a few times the files, the
-    figure is None and the comparison goes on.
+    """If overlapping views of A are compared with one view of B, the search for the largest magnitude stops at a limit.
+    The figure is then None, and the comparison continues.
     """
     paths, n = [], 600_000
     for name, last, step in (("a", 2.0, 1), ("b", 1.0, 0)):
@@ -1147,7 +1173,7 @@ def test_the_largest_of_overlapping_views_is_looked_for_within_bounds(
 
 
 def example(tmp_path: Path) -> Difference:
-    """Something of everything."""
+    """Return a difference with every kind of finding."""
     state = OrderedDict(
         (f"layers.{i}.{part}", torch.full((2, 2), float(i))) for i in range(12) for part in ("weight", "bias")
     )
@@ -1189,8 +1215,8 @@ def example(tmp_path: Path) -> Difference:
     ("name", "look"), [("80", Style(width=80)), ("piped", Style()), ("ascii", Style(width=60, unicode=False))]
 )
 def test_text(name: str, look: Style, tmp_path: Path) -> None:
-    """The answer first, then group after group; on a terminal no line is too long, and
-    nothing from the file moves its cursor.
+    """The text begins with the result, followed by one group after the other. On a terminal no line is too wide, and
+    all characters are printable.
     """
     lines = list(difference_lines(example(tmp_path), look))
     assert "\n".join([*lines, ""]) == (GOLDEN / f"diff_{name}.txt").read_text()
@@ -1199,7 +1225,9 @@ def test_text(name: str, look: Style, tmp_path: Path) -> None:
 
 
 def test_full_finds_what_a_checksum_hides(tmp_path: Path, command: Command) -> None:
-    """A record that was damaged has the checksum of the sound one; names alone have no record."""
+    """``--full`` finds damage in a record whose checksum is that of the undamaged record. It cannot be combined with
+    ``--names-only``.
+    """
     path = saved(tmp_path / "a.pt", {"w": torch.zeros(1000)})
     data = path.read_bytes()
     (tmp_path / "b.pt").write_bytes(flipped(data, data_of(data, "a/data/0") + 100))
@@ -1210,7 +1238,9 @@ def test_full_finds_what_a_checksum_hides(tmp_path: Path, command: Command) -> N
 
 
 def test_text_of_what_is_the_same(tmp_path: Path, command: Command) -> None:
-    """One line, and what is only believed; a pipe and -v list everything where there is something; -q nothing."""
+    """Equal files give one line, and a note about storages that were not read. A pipe and -v list all findings, a
+    terminal lists some, and -q lists nothing.
+    """
     a, b = (
         saved(tmp_path / "a.pt", {"w": torch.zeros(1000)}),
         saved(tmp_path / "b.pt", {f"w{i}": torch.zeros(1) for i in range(60)}),
@@ -1252,15 +1282,17 @@ WITHIN = "different: dtype of 1 tensor; all values within the tolerance; 3 tenso
 def test_the_answer_says_that_all_values_are_the_same(
     a: Any, b: Any, keywords: dict[str, Any], answer: str | None, tmp_path: Path
 ) -> None:
-    """Or within the tolerance, where other things differ; not where some were not compared, and not of names alone."""
+    """The first line reports that all values are equal, or within the tolerance, if only other things differ. It does
+    not if some values were not compared, or with names only.
+    """
     files = saved(tmp_path / "a.pt", {**VALUES, **a}), saved(tmp_path / "b.pt", {**VALUES, **b})
     first = next(difference_lines(ckptconv.diff(*files, **keywords), names_only=keywords.get("names_only", False)))
     assert first == answer if answer else "all values" not in first
 
 
 def test_values_are_listed_by_how_much_they_say(tmp_path: Path) -> None:
-    """NaN where the other side has none first, then the largest difference, whole numbers after all floats, the state
-    of a random generator last, and without a distance.
+    """Values are listed in this order: NaN on only one side, the largest differences, integers, and the state of a
+    random generator, which has no distance.
     """
     rng = torch.get_rng_state()
     ones = {name: torch.ones(2) for name in ("far", "near", "nan")}
@@ -1286,7 +1318,7 @@ def test_values_are_listed_by_how_much_they_say(tmp_path: Path) -> None:
 
 
 def test_keywords_of_a_wrong_type(tmp_path: Path) -> None:
-    """They are a TypeError, before a file is opened; errors speak of keywords."""
+    """Keywords of a wrong type raise TypeError before a file is opened. The errors for Python callers name keywords."""
     with pytest.raises(TypeError, match="names_only"):
         ckptconv.diff("a", "b", names_only="yes")  # type: ignore[arg-type]
     for wrong in ("x", None, True):
@@ -1305,7 +1337,7 @@ def test_keywords_of_a_wrong_type(tmp_path: Path) -> None:
 
 
 def test_programs_without_weights(tmp_path: Path) -> None:
-    """A TorchScript archive without a tensor is the same as itself; nothing else of it is compared, which is said."""
+    """A TorchScript archive without tensors is the same as itself. A note reports that nothing else is compared."""
     (tmp_path / "a.pt").write_bytes(scripted(torch.nn.ReLU()))
     found = ckptconv.diff(tmp_path / "a.pt", tmp_path / "a.pt")
     assert found.same
@@ -1313,13 +1345,13 @@ def test_programs_without_weights(tmp_path: Path) -> None:
 
 
 def test_keys_that_are_equal_zeros(tmp_path: Path) -> None:
-    """``0.0`` and ``-0.0`` are one key for Python."""
+    """``0.0`` and ``-0.0`` are the same key, as in Python."""
     a, b = (saved(tmp_path / str(key), {key: torch.ones(2), (key, 1): 2}) for key in (0.0, -0.0))
     assert ckptconv.diff(a, b).same
 
 
 def test_a_plain_pickle_that_python_wrote(tmp_path: Path) -> None:
-    """Its tensors and bytes are those of the file that torch wrote."""
+    """The tensors and bytes in a pickle that Python wrote are the same as those in a file of torch."""
     obj = {
         "w": torch.arange(5.0),
         "b": b"\0\xff",
@@ -1333,8 +1365,10 @@ def test_a_plain_pickle_that_python_wrote(tmp_path: Path) -> None:
         assert ckptconv.diff(a, tmp_path / "b.pkl").same, protocol
 
 
-def test_what_is_alike_is_one_line(tmp_path: Path, command: Command) -> None:
-    """All tensors that went to one device, or some; what differs in its own way stays by itself, and -v lists each."""
+def test_equal_changes_share_one_line(tmp_path: Path, command: Command) -> None:
+    """Equal changes of all tensors, or of some, share one line. Other changes have their own lines, and -v lists every
+    tensor.
+    """
     state = {f"layers.{i}.weight": torch.full((2,), float(i)) for i in range(19)}
     a = saved(tmp_path / "a.pt", state)
     ckptconv.convert(a, tmp_path / "gpu.pt", map_location="cuda:0")
@@ -1356,7 +1390,7 @@ def test_what_is_alike_is_one_line(tmp_path: Path, command: Command) -> None:
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of bytes that were compared as numbers."""
+    """Return a list to which the length of each block that is compared as numbers is added."""
     lengths: list[int] = []
     add = Comparer.add
 
@@ -1369,7 +1403,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_only_blocks_that_differ_are_computed_with(tmp_path: Path, added: list[int]) -> None:
-    """Of overlapping views that differ in one element, only the block around the element is compared as numbers, and
+    """If overlapping views differ in one element, only the block that contains it is compared as numbers, and only
     once.
     """
     for name, value in (("a.pt", 0), ("b.pt", 5)):
@@ -1386,8 +1420,8 @@ def test_only_blocks_that_differ_are_computed_with(tmp_path: Path, added: list[i
 def test_overlapping_views_are_computed_with_once(
     dtype: torch.dtype, rtol: float, tmp_path: Path, added: list[int]
 ) -> None:
-    """Of views that overlap and differ in every element, each element is compared as a number once, and each view gets
-    the figures that it gets in files in which it stands alone.
+    """In overlapping views that differ everywhere, each element is compared as a number once. Each view has the same
+    results as in files without overlap.
     """
     torch.manual_seed(0)
     a, b = ((torch.randn(5000, 2) * 9).view(-1)[: 5000 * (1 + dtype.is_complex)] for _ in "ab")

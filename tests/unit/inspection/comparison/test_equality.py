@@ -1,4 +1,4 @@
-"""``ckptconv diff`` against torch: it calls the same what torch finds equal, and nothing else."""
+"""``ckptconv diff`` reports two tensors as the same exactly if torch finds them equal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.archives import without_crc32
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.unit")
 
-#: Bits of floating-point numbers by their widths: zeros, ones, the infinities, and NaNs of several payloads and signs.
+#: Bits of floating-point numbers by dtype: zeros, ones, infinities, and NaNs with several payloads and signs.
 BITS = {
     torch.float16: (0x0000, 0x8000, 0x3C00, 0xBC00, 0x7C00, 0xFC00, 0x7E00, 0xFE01, 0x7C01),
     torch.bfloat16: (0x0000, 0x8000, 0x3F80, 0xBF80, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81),
@@ -32,7 +32,7 @@ BITS = {
 }
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
-#: The same values in another layout, or said in another way.
+#: Functions that return the same values in another layout, or with lazy operations.
 LAYOUTS = {
     "as it is": lambda x: x,
     "copied": lambda x: x.contiguous().clone(),
@@ -47,7 +47,7 @@ CONTAINERS = ("zip", "zip without checksums", "legacy", "safetensors")
 
 
 def of_bits(bits: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of two rows of numbers with these `bits`."""
+    """Return a tensor with two rows of numbers that have these `bits`."""
     size = 8 * dtype.itemsize
     whole = [each - (1 << size) if size > 8 and each >> (size - 1) else each for each in bits]
     return torch.tensor(whole, dtype=WHOLE[dtype.itemsize]).view(dtype).view(2, -1)
@@ -55,7 +55,7 @@ def of_bits(bits: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two tensors of one dtype and shape, most of whose numbers have the same bits, in any two layouts."""
+    """Return two tensors of one dtype and shape in random layouts. Most of their numbers have the same bits."""
     dtype = draw(st.sampled_from([*BITS]))
     number = st.sampled_from(BITS[dtype])
     first = draw(st.lists(number, min_size=4, max_size=4))
@@ -73,7 +73,7 @@ def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """As torch sees it, and a number that is none equals another such."""
+    """Return whether torch finds `a` and `b` equal. NaN equals NaN."""
     if a.dtype.itemsize == 1 and a.is_floating_point():
         a, b = a.float(), b.float()
     elif a.dtype == torch.complex32:
@@ -82,7 +82,7 @@ def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def saved(path: Path, tensor: torch.Tensor, container: str) -> Path:
-    """`tensor` in a file of this `container`."""
+    """Save `tensor` at `path` in this `container`, and return `path`."""
     if container == "safetensors":
         save_file({"w": tensor.resolve_conj().resolve_neg().contiguous()}, path)
     elif container == "zip without checksums":
@@ -95,10 +95,10 @@ def saved(path: Path, tensor: torch.Tensor, container: str) -> Path:
 
 @given(pairs(), st.sampled_from(CONTAINERS), st.sampled_from(CONTAINERS))
 def test_what_torch_finds_equal_is_the_same(pair: tuple[torch.Tensor, torch.Tensor], one: str, other: str) -> None:
-    """Signs of zeros, payloads and signs of NaNs, layouts, bits that conjugate and negate, containers make no
-    difference; everything else does.
+    """Signs of zeros, signs and payloads of NaNs, layouts, lazy conjugation and negation, and containers make no
+    difference. Every other difference counts.
     """
-    if pair[0].dtype in (torch.complex32, torch.complex128):  # which safetensors does not have
+    if pair[0].dtype in (torch.complex32, torch.complex128):  # safetensors does not have these dtypes
         one, other = (container.replace("safetensors", "legacy") for container in (one, other))
     with tempfile.TemporaryDirectory() as folder:
         a, b = (

@@ -1,4 +1,6 @@
-"""Two folders: checkpoints of one name are compared, and a name that one side alone has is a difference."""
+"""Comparison of two folders: checkpoints with the same name are compared, and a name on only one side is a
+difference.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ STATE = {"w": torch.arange(10.0), "b": torch.ones(500)}
 
 
 def folder(path: Path, files: Mapping[str, object]) -> Path:
-    """A folder at `path` with these `files`: of torch, or of safetensors by the suffix."""
+    """Write `files` to the folder at `path`, with safetensors or torch according to the suffix, and return `path`."""
     for name, obj in files.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         save = save_file if name.endswith(".safetensors") else torch.save
@@ -32,7 +34,9 @@ def a(tmp_path: Path) -> Path:
 
 
 def test_folders_are_compared_by_name(a: Path, tmp_path: Path, command: Command) -> None:
-    """Each pair has its lines, the last line counts them, and the worst decides the exit status."""
+    """Each pair of checkpoints has its own lines. The last line counts the results, and the worst result determines the
+    exit status.
+    """
     b = folder(tmp_path / "b", {"one.pt": STATE, "deep/two.pt": {**STATE, "w": torch.zeros(10)}})
     command("diff", a, a, out=("deep/two.pt: the same: 2 tensors", "one.pt: the same", "2 checkpoints: 2 the same\n"))
     said = command("diff", a, b, status=1, out="deep/two.pt: different: values of 1 tensor").out
@@ -47,8 +51,10 @@ def test_folders_are_compared_by_name(a: Path, tmp_path: Path, command: Command)
     assert (lines[1]["a"], lines[1]["b"]) == (str(a / "four.pt"), None)
 
 
-def test_one_that_cannot_be_read_stops_no_other(a: Path, tmp_path: Path, command: Command) -> None:
-    """The exit status is that of a file which cannot be read; what makes no sense at all is said once."""
+def test_an_unreadable_file_does_not_stop_the_others(a: Path, tmp_path: Path, command: Command) -> None:
+    """A file that cannot be read determines the exit status, but the other pairs are compared. An invalid option is an
+    error.
+    """
     b = folder(tmp_path / "b", {"one.pt": STATE, "deep/two.pt": STATE})
     (b / "deep/two.pt").write_bytes(b"no checkpoint")
     said = command("diff", a, b, status=2, out="one.pt: the same")
@@ -57,7 +63,9 @@ def test_one_that_cannot_be_read_stops_no_other(a: Path, tmp_path: Path, command
 
 
 def test_names_of_several_containers_are_one(a: Path, tmp_path: Path, command: Command) -> None:
-    """As a conversion of the folder has them, sets too; of two that could be meant none is."""
+    """Checkpoints and shard sets with the same stem are paired across formats. If two files could be the counterpart,
+    neither is paired.
+    """
     b = folder(tmp_path / "b", {"one.safetensors": STATE, "deep/two.bin": STATE})
     command("diff", a, b, out="2 checkpoints: 2 the same")
     save_file(STATE, b / "deep/two.safetensors")
@@ -78,7 +86,9 @@ def test_names_of_several_containers_are_one(a: Path, tmp_path: Path, command: C
 
 
 def test_a_folder_and_a_file(a: Path, tmp_path: Path, command: Command) -> None:
-    """The one of its name, whichever comes first; where that is none, or the file itself, it is refused."""
+    """A file is compared with the file of the same stem in a folder, in either order. The command fails if the folder
+    has none, or if it would be the same file.
+    """
     save_file(STATE, tmp_path / "one.safetensors")
     for pair in ((a, tmp_path / "one.safetensors"), (tmp_path / "one.safetensors", a)):
         assert command("diff", *pair).out.startswith("the same: 2 tensors")

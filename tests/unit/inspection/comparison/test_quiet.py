@@ -1,4 +1,4 @@
-"""``ckptconv diff -q``: the exit status that ``diff`` has, at the first difference."""
+"""``ckptconv diff -q``: it stops at the first difference, with the exit status of ``diff``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = *_FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64, torch
 
 
 def bare(path: Path, obj: Any) -> Path:
-    """`obj` saved without checksums, so that bytes have to be read."""
+    """Save `obj` at `path` without checksums, so that its bytes must be read, and return `path`."""
     with without_crc32():
         torch.save(obj, path)
     return path
@@ -34,7 +34,7 @@ def status(*args: object) -> int:
 
 @contextmanager
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The lengths of what is read of tensors meanwhile."""
+    """Yield a list of the numbers of bytes that are read from tensors within this context."""
     lengths: list[int] = []
     real = Source.read_into
 
@@ -49,7 +49,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads take little at once, so that small files have many segments."""
+    """Set small segments and buffers, so that small files have many segments."""
     monkeypatch.setattr("ckptconv.inspection.values._SEGMENT", 64 << 10)
     monkeypatch.setattr(values, "_BUFFER", 4096)
     monkeypatch.setattr(values, "_LOOKED_AT", 4096)
@@ -65,7 +65,9 @@ def changed(numbers: torch.Tensor, at: int, value: float) -> torch.Tensor:
     ("dtype", "length"), [*((each, 50) for each in _DTYPES), *((each, 100_000) for each in _DTYPES[1:4])], ids=str
 )
 def test_the_exit_status_is_that_without_it(tmp_path: Path, dtype: torch.dtype, length: int) -> None:
-    """Of equal values, of one that differs, and of bytes that differ and mean the same number."""
+    """The exit status with -q is that without it: for equal values, for one changed value, and for bytes that differ
+    but have equal values.
+    """
     numbers = torch.arange(length).remainder(2).to(dtype)
     a = bare(tmp_path / "a.pt", {"w": numbers, "v": torch.ones(3)})
     others = [numbers, changed(numbers, 0, 1), changed(numbers, length - 2, 1)]
@@ -82,7 +84,7 @@ def test_the_exit_status_is_that_without_it(tmp_path: Path, dtype: torch.dtype, 
 
 
 def test_nan_payloads_tolerances_views_and_containers(tmp_path: Path) -> None:
-    """What is no difference is none, whatever way it has to be read."""
+    """NaN payloads, views, tolerances, containers and byte order give the same exit status with and without -q."""
     numbers = torch.linspace(1, 2, 40_000)
     payload = numbers.clone()
     payload.view(torch.int32)[7] = 0x7FC00001
@@ -114,8 +116,10 @@ def test_nan_payloads_tolerances_views_and_containers(tmp_path: Path) -> None:
 
 
 def test_it_stops_at_the_first_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8 MiB that differ early little is read, and nothing with torch; without -q all is."""
-    monkeypatch.setattr("ckptconv.inspection.values._MOST_THREADS", 0)  # threads would read on
+    """If 8 MiB differ early, -q reads at most one segment of each file, and does not compute with torch. Without -q,
+    all bytes are read.
+    """
+    monkeypatch.setattr("ckptconv.inspection.values._MOST_THREADS", 0)  # threads would continue to read
     numbers = torch.zeros(1 << 21)
     a = bare(tmp_path / "a.pt", {"w": numbers})
     early, late = (bare(tmp_path / f"{at}.pt", {"w": changed(numbers, at, 1.0)}) for at in (100, (1 << 21) - 2))
@@ -125,14 +129,16 @@ def test_it_stops_at_the_first_difference(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Values, "comparer", None)
     with bytes_read(monkeypatch) as lengths:
         assert status(a, early, "-q") == 1
-    assert sum(lengths) <= 2 * (64 << 10)  # a segment of both
+    assert sum(lengths) <= 2 * (64 << 10)  # one segment of each file
     with bytes_read(monkeypatch) as lengths:
         assert status(a, late, "-q") == 1
     assert sum(lengths) > 2 * numbers.nbytes * 0.9
 
 
 def test_nothing_is_read_where_names_or_dtypes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the pickles say is enough; in a folder, each pair has its answer, and what cannot be read is told."""
+    """No tensor is read if names, dtypes, shapes or other values differ. In folders, a file that cannot be read gives
+    the exit status 2.
+    """
     numbers = torch.zeros(100_000)
     a = bare(tmp_path / "a.pt", {"w": numbers, "n": 1})
     others: list[dict[str, Any]] = [

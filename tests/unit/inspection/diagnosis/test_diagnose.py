@@ -1,4 +1,6 @@
-"""What ``inspect`` says is wrong, and that each command it prints mends it; torch is the judge of what loads."""
+"""The findings of ``inspect`` and their commands. Each command must remove its finding, and torch must load the
+result.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from tests.support.sampled import sampled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo"),
-    pytest.mark.usefixtures("here"),  # where commands are typed
+    pytest.mark.usefixtures("here"),  # the folder in which commands run
 ]
 BARE = Host()
 TWO = Host(2)
@@ -51,20 +53,20 @@ def look(path: Path | str, machine: Host = BARE) -> Summary:
 def diagnosed(
     obj: Any, tags: Sequence[str] = ("cpu",), machine: Host = BARE, *, name: str = "m.pt", **options: Any
 ) -> Summary:
-    """What is said of `obj`, saved with `tags` under `name`."""
+    """Save `obj` with `tags` under `name`, and return its summary for the `machine`."""
     zoo.save(obj, name, tags, **options)
     return look(name, machine)
 
 
 def command_of(found: Summary, kind: str) -> str:
-    """The command of the only finding of its kind."""
+    """Return the command of the only finding of this `kind`."""
     command = only(found, kind).command
     assert command is not None
     return command
 
 
 def loads(path: Path | str) -> bool:
-    """Whether a plain torch.load takes it, whatever this machine has."""
+    """Return whether a plain torch.load reads the file at `path`, without regard to the devices of this machine."""
     return refusal(path, map_location=None) is None
 
 
@@ -78,7 +80,7 @@ def only(found: Summary, kind: str) -> Advice:
 
 
 def run(command: str | None) -> Path:
-    """Type `command` here; the file that it wrote."""
+    """Run `command` in the current folder, and return the file that it wrote."""
     assert command is not None
     program, *words = shlex.split(command)
     assert program == "ckptconv"
@@ -89,7 +91,9 @@ def run(command: str | None) -> Path:
 
 
 def mended(path: Path | str, kind: str, machine: Host = BARE) -> Path:
-    """The file that the command for `kind` made of `path`, of which nobody complains so any more."""
+    """Run the command of the last finding of this `kind` for `path`, and return the output. The output no longer has
+    the finding.
+    """
     made = run([f.command for f in look(path, machine).findings if f.kind == kind][-1])
     assert kind not in kinds(look(made, machine))
     return made
@@ -104,11 +108,11 @@ def linear(prefix: str = "", device: str | None = None) -> OrderedDict[str, torc
 
 
 class Unknown:
-    """What torch's safe loader does not know."""
+    """A class that torch's safe loader does not know."""
 
 
 class Other(Unknown):
-    """Another one."""
+    """Another class that torch's safe loader does not know."""
 
 
 UNKNOWN = Unknown()
@@ -118,7 +122,7 @@ UNKNOWN = Unknown()
 
 
 def test_a_gpu_that_is_not_here(fixtures: Path) -> None:
-    """torch stops where no GPU is, and loads what the command made."""
+    """A checkpoint on a GPU does not load on a machine without one. The output of the suggested command does."""
     found = look(fixtures / "cuda0.pt")
     finding = only(found, "device")
     assert finding.blocks
@@ -150,8 +154,8 @@ def test_a_gpu_that_is_not_here(fixtures: Path) -> None:
     ],
 )
 def test_only_what_is_missing_is_moved(tags: list[str], machine: Host, flags: str) -> None:
-    """To a GPU that is here, else to the CPU; what can stay stays; whatever a file calls its devices,
-    the command runs.
+    """Only tensors on absent devices are moved, to a GPU if there is one and otherwise to the CPU. The command works
+    for any tag.
     """
     found = diagnosed({str(i): torch.ones(i + 1) for i in range(len(tags))}, tags, machine).findings
     assert shlex.split(str(found[0].command))[4:] == flags.split()
@@ -159,8 +163,10 @@ def test_only_what_is_missing_is_moved(tags: list[str], machine: Host, flags: st
     assert [f for f in look(made, machine).findings if f.kind == "device" and f.text == found[0].text] == []
 
 
-def test_devices_of_which_nobody_can_tell() -> None:
-    """Other accelerators, and GPUs under WSL: whether it loads here is left open, with a line and a way out."""
+def test_devices_whose_presence_is_not_known() -> None:
+    """For other accelerators, and for GPUs under WSL, the verdict is 'not known'. The finding names the tags and has a
+    command.
+    """
     zoo.save({"a": torch.ones(1), "b": torch.ones(2)}, "m.pt", ["xpu:1", "cuda:0"])
     for machine, tags in ((Host(None), "cuda:0, xpu:1"), (Host(1), "xpu:1")):
         found = look("m.pt", machine)
@@ -170,8 +176,8 @@ def test_devices_of_which_nobody_can_tell() -> None:
 
 
 def test_another_version_of_torch_is_here() -> None:
-    """What holds by the rules of one version is not said of another: it is not known here, and the line says what holds
-    with which. What no version does stays no.
+    """With a version of torch whose rules are not known, the verdict is 'not known', and the text names the version
+    whose rules apply. Files that no version loads stay refused.
     """
     other = Host(torch="2.99.1+cu126")
     torch.save({"w": torch.ones(2)}, "loads.pt")
@@ -193,7 +199,7 @@ def test_another_version_of_torch_is_here() -> None:
 
 
 def test_ties_count_once_and_absurd_tags_are_read() -> None:
-    """A tensor under two names is one; an index of 5,000 digits is no device."""
+    """A tied tensor counts once. A tag with an index of 5,000 digits is not a device."""
     w = torch.ones(1)
     tied = diagnosed({"a": w, "b": w}, ["cuda:0"])
     assert only(tied, "device").text.startswith("1 tensor is on cuda:0 (a),")
@@ -201,7 +207,7 @@ def test_ties_count_once_and_absurd_tags_are_read() -> None:
 
 
 def test_no_torch_is_needed(fixtures: Path) -> None:
-    """The machine is looked at without torch, and inspect says what a plain load would do here."""
+    """``inspect`` reports whether a plain load works on this machine."""
     assert inspect(fixtures / "cuda0.pt").loads_here == torch.cuda.is_available()
 
 
@@ -222,7 +228,9 @@ def test_no_torch_is_needed(fixtures: Path) -> None:
 )
 @pytest.mark.parametrize("format", ["pt", "safetensors"])
 def test_wrappers_come_off(prefix: str, flags: list[str], format: str) -> None:
-    """In the order in which they were put on; the plain model loads the rest, in both formats."""
+    """Prefixes of wrappers are stripped in the order in which they were added, in both formats. The plain model loads
+    the result.
+    """
     state = linear(prefix)
     if format == "pt":
         torch.save({"model": state, "epoch": 1}, "m.pt")
@@ -242,7 +250,7 @@ def test_wrappers_come_off(prefix: str, flags: list[str], format: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_real_wrappers() -> None:
-    """What torch's own wrappers call their names is recognised; AveragedModel's counter goes."""
+    """The prefixes of torch's own wrappers are recognized. The counter of AveragedModel is removed."""
     net = nn.Sequential(nn.Linear(2, 2))
     torch.save(nn.DataParallel(torch.compile(net)).state_dict(), "a.pt")
     net.load_state_dict(torch.load(mended("a.pt", "prefix")))
@@ -251,7 +259,7 @@ def test_real_wrappers() -> None:
 
 
 def test_module_comes_off_once() -> None:
-    """A model can have a module called module: of two, one is stripped."""
+    """Only one of two ``module.`` prefixes is stripped, because a model can have a submodule with this name."""
     finding = only(diagnosed({f"module.module.{i}": torch.ones(1) for i in range(2)}), "prefix")
     assert "may be a name of the model" in finding.text
     assert finding.command == "ckptconv convert m.pt m-plain.pt --strip-prefix module."
@@ -267,13 +275,15 @@ def test_module_comes_off_once() -> None:
     ],
     ids=["two names would become one", "another state dict has a module of that name", "no large part loads"],
 )
-def test_a_command_that_would_do_harm_is_not_printed(obj: Any, kind: str) -> None:
-    """There is a line and no command."""
+def test_harmful_commands_are_not_printed(obj: Any, kind: str) -> None:
+    """A finding has no command if every possible command would do harm."""
     assert only(diagnosed(obj), kind).command is None
 
 
 def test_a_wrapped_part_of_a_model(fixtures: Path) -> None:
-    """nn.DataParallel around some parts: one --rename for all, never in the remedy, since it may be the model's own."""
+    """nn.DataParallel around some parts of a model is one finding with one ``--rename`` for all of them. The rename is
+    not part of the remedy, because the names may be the model's own.
+    """
     found = look(fixtures / "dataparallel_features.pt")
     assert kinds(found) == ["device", "inner-prefix"]
     flags = ["--rename", r"^features\.module\.", "features."]
@@ -285,7 +295,7 @@ def test_a_wrapped_part_of_a_model(fixtures: Path) -> None:
 
 
 class Wrapped(nn.Module):
-    """A genuine submodule called module."""
+    """A module with a real submodule called ``module``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +329,7 @@ HEALTHY: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_wrong_with_healthy_files(name: str) -> None:
-    """No finding, no remedy, and torch loads it."""
+    """A healthy file has no finding and no remedy, and torch loads it."""
     found = diagnosed(HEALTHY[name])
     assert (found.findings, found.remedy, found.loads_here) == ((), None, True)
     assert loads("m.pt")
@@ -334,7 +344,7 @@ def test_nothing_is_wrong_with_healthy_fixtures(fixtures: Path, name: str) -> No
 
 
 def test_code_beside_a_state_dict(fixtures: Path) -> None:
-    """Each class has a line with its place; only the state dict loads."""
+    """Each class that torch refuses has a finding with its path. The command keeps only the state dict, which loads."""
     obj = {"model": linear(), "args": argparse.Namespace(a=1), "log": [Unknown(), {"deep": Unknown()}], "cls": Unknown}
     found = diagnosed(obj)
     assert [f.text.partition(" refuses ")[2] for f in found.findings] == [
@@ -349,9 +359,9 @@ def test_code_beside_a_state_dict(fixtures: Path) -> None:
     assert "Unknown at log[0] and 1 more place;" in only(found, "code").text
 
 
-def test_what_is_only_data_can_be_made_plain() -> None:
-    """The first command keeps all of it, and another one the state dict alone; it is not offered where something is no
-    data.
+def test_objects_of_data_can_be_made_plain() -> None:
+    """Objects that consist only of data can be converted. The first command keeps all of them, and a second one keeps
+    only the state dict. The first is not offered if another object is more than data.
     """
     obj = {"state_dict": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1), "epoch": 3}
     found = diagnosed(obj)
@@ -371,7 +381,9 @@ def test_what_is_only_data_can_be_made_plain() -> None:
 
 
 def test_many_classes_are_three_lines_and_one() -> None:
-    """The rest is counted, and only the last line has the command."""
+    """More than three classes give three findings and a fourth with the number of the others. Only the fourth has the
+    command.
+    """
     found = diagnosed({"state_dict": linear(), "x": [UNKNOWN, Other(), argparse.Namespace(), frozenset(), range(3)]})
     code = [f for f in found.findings if f.kind == "code"]
     assert [f.command is None for f in code] == [True, True, True, False]
@@ -381,7 +393,9 @@ def test_many_classes_are_three_lines_and_one() -> None:
 
 
 def test_the_largest_part_that_loads() -> None:
-    """With several state dicts the larger; without any the part with most of the bytes, but no small one."""
+    """The command keeps the largest state dict that loads. Without a state dict, it keeps the part with most of the
+    bytes.
+    """
     small, large = {"w": torch.ones(2)}, {"w": torch.ones(200)}
     found = diagnosed({"a": small, "b": large, "args": [UNKNOWN, torch.ones(1)]})
     assert command_of(found, "code").endswith("m-part.pt --select b")
@@ -401,7 +415,9 @@ def fresh() -> nn.Module:
 
 
 def takes(path: Path, prefix: str = "") -> None:
-    """Fail unless torch's safe loader gives what the plain model loads, on the CPU."""
+    """Check that torch's safe loader reads `path`, and that the plain model loads the result after `prefix` is
+    removed.
+    """
     state = torch.load(path, weights_only=True)
     assert all(name.startswith(prefix) for name in state)
     fresh().load_state_dict({name.removeprefix(prefix): tensor for name, tensor in state.items()}, strict=True)
@@ -418,7 +434,9 @@ def takes(path: Path, prefix: str = "") -> None:
     ids=["root", "model", "ema", "list"],
 )
 def test_a_pickled_module_gives_its_state_dict(hold: Callable[[nn.Module], Any], path: str) -> None:
-    """The class is in the way, and the last line has the command for the weights."""
+    """A pickled module is refused because of its class. The last finding has the command that extracts its
+    state dict.
+    """
     found = diagnosed(hold(fresh()))
     code = [f for f in found.findings if f.kind == "code"]
     assert code[0].text == "torch.load(weights_only=True) refuses torch.nn.modules.container.Sequential" + (
@@ -432,7 +450,9 @@ def test_a_pickled_module_gives_its_state_dict(hold: Callable[[nn.Module], Any],
 
 
 def test_a_wrapped_module_on_a_gpu_is_mended_in_one_command() -> None:
-    """The state dict, without the wrapper's prefix, on the CPU; each of the other commands does its part."""
+    """The remedy for a wrapped module on a GPU is one command that extracts the state dict, strips the prefix and moves
+    it to the CPU. Each of the other commands does its part.
+    """
     found = diagnosed({"epoch": 1, "model": nn.DataParallel(fresh())}, ["cuda:1"])
     assert found.remedy == "ckptconv convert m.pt m-fixed.pt --state-dict --strip-prefix module. --to cpu"
     takes(run(found.remedy))
@@ -445,7 +465,7 @@ def test_a_wrapped_module_on_a_gpu_is_mended_in_one_command() -> None:
 
 
 def test_a_part_of_a_pickled_model_that_is_wrapped() -> None:
-    """nn.DataParallel inside: the command takes the state dict and renames."""
+    """If a part of a pickled model is in nn.DataParallel, the command extracts the state dict and renames the part."""
     net = fresh()
     net.body = nn.DataParallel(net.body)
     assert "--state-dict --rename" in command_of(diagnosed(net), "inner-prefix")
@@ -453,7 +473,7 @@ def test_a_part_of_a_pickled_model_that_is_wrapped() -> None:
 
 
 def test_of_several_modules_the_largest_is_taken_by_its_path() -> None:
-    """None has a usual name."""
+    """If there are several modules without a usual name, the command selects the largest one by its path."""
     found = diagnosed({"critic": nn.Linear(2, 2), "actor": fresh()}, ["cuda:0"])
     code = [f for f in found.findings if f.kind == "code"][-1]
     assert code.command == "ckptconv convert m.pt m-weights.pt --select actor --state-dict"
@@ -462,7 +482,7 @@ def test_of_several_modules_the_largest_is_taken_by_its_path() -> None:
 
 
 def test_a_module_whose_tensors_need_code_has_no_command() -> None:
-    """A tensor subclass stays what it is in a state dict, so its class would still be in the way."""
+    """A module with a tensor subclass has no command, because the class would remain in the state dict."""
     net = nn.Linear(2, 2)
     net.register_buffer("odd", torch.ones(2).as_subclass(zoo.AttributedTensor))
     assert all(f.command is None for f in diagnosed(net).findings if f.kind == "code")
@@ -470,10 +490,8 @@ def test_a_module_whose_tensors_need_code_has_no_command() -> None:
     assert only(diagnosed([UNKNOWN]), "code").text.endswith(advice)
 
 
-def test_nothing_mends_it_all_where_something_stays() -> None:
-    """A whole model beside wrappers' names, and modules that give nothing: no
-    command is said to mend more than it does.
-    """
+def test_a_remedy_contains_only_necessary_options() -> None:
+    """A remedy contains only the options that its output needs. There is no remedy if no part loads."""
     found = diagnosed({"model": zoo.module(), "ema": linear("module.")}, ["cuda:0"])
     assert found.remedy == "ckptconv convert m.pt m-fixed.pt --state-dict --to cpu"
     assert loads(run(found.remedy))
@@ -482,7 +500,7 @@ def test_nothing_mends_it_all_where_something_stays() -> None:
 
 
 def test_each_command_writes_a_file_of_its_own() -> None:
-    """Where two commands are different, so are the files that they write."""
+    """Different commands write to different files."""
     training("cuda:3", rng_state=torch.get_rng_state(), model=linear("module."))
     for machine in (TWO, Host(None), Host(0)):
         commands = {f.command for f in look("m.pt", machine).findings if f.command}
@@ -493,7 +511,7 @@ def test_each_command_writes_a_file_of_its_own() -> None:
     ("tag", "words"), [("cpu:0", "without an index"), ("foo:1", "does not know"), ("CUDA:0", "does not know")]
 )
 def test_tags_that_torch_does_not_restore(tag: str, words: str) -> None:
-    """An index on the CPU, and devices that torch alone does not know, block whatever the machine has."""
+    """An index on the CPU, and devices that torch does not know, prevent loading on every machine."""
     found = diagnosed({"a": torch.ones(1)}, [tag], TWO)
     assert found.loads_here is False
     assert words in only(found, "device").text
@@ -502,10 +520,8 @@ def test_tags_that_torch_does_not_restore(tag: str, words: str) -> None:
     assert torch.load(run(command_of(found, "device")))
 
 
-def test_reasons_deep_inside_cost_no_more_than_their_number() -> None:
-    """Five thousand unknown classes, each inside the next one's tuple, in an argument of
-    a tensor: each is climbed from once.
-    """
+def test_deeply_nested_classes_are_traced_once() -> None:
+    """5,000 unknown classes that are nested in an argument of a tensor are each traced back once."""
     torch.save([torch.ones(1)], "m.pt")
     hooks, nested = b"ccollections\nOrderedDict\nq\t)Rq\n", b"N" + b"".join(b"cq\nA%d\n\x86" % i for i in range(5_000))
     pickled = records_of(Path("m.pt"))["data.pkl"]
@@ -516,7 +532,7 @@ def test_reasons_deep_inside_cost_no_more_than_their_number() -> None:
 
 
 def test_places_inside_tensors_and_names() -> None:
-    """What stands in a tensor's arguments or in a key has the place of what holds it."""
+    """A class in the arguments of a tensor or in a key is reported at the path of the tensor or of the key."""
     found = diagnosed({"w": zoo.subclass()["subclass"], zoo.Frozen(1, "b"): 1})
     texts = [f.text for f in found.findings]
     assert any("zoo.AttributedTensor at w" in text for text in texts)
@@ -524,7 +540,9 @@ def test_places_inside_tensors_and_names() -> None:
 
 
 def test_protocol_4_is_written_again() -> None:
-    """Opcodes that the safe loader does not know are an obstacle, a newer protocol alone is none."""
+    """Opcodes that the safe loader does not know prevent loading, and are rewritten. A newer protocol without such
+    opcodes does not.
+    """
     state = {"a": linear(), "b": {1, 2}, "c": b"x"}
     assert only(diagnosed(state, name="four.pt", pickle_protocol=4), "opcodes").blocks
     assert not loads("four.pt")
@@ -539,7 +557,7 @@ def test_protocol_4_is_written_again() -> None:
 
 
 def test_a_dangerous_file_has_no_command() -> None:
-    """Whatever else is wrong with it: do not load it."""
+    """A dangerous file has no command and no remedy, even if it has other findings."""
     Path("m.pt").write_bytes(torch_zip_of(pickle.dumps({"module.a": Unknown, "b": print, "c": eval}, 2), {}))
     found = look("m.pt")
     assert kinds(found) == ["dangerous"]
@@ -551,7 +569,9 @@ def test_a_dangerous_file_has_no_command() -> None:
 
 
 def test_views_of_large_storages() -> None:
-    """The bytes that no tensor shows, wherever it stands, and the command that leaves them out."""
+    """The finding contains the number of bytes that no tensor uses, and its command removes them. Deflated storages
+    have no command. There is no finding if another object uses the bytes.
+    """
     large = torch.zeros(1_000_000)
     found = diagnosed({"model": {"a": large[:10], "b": torch.ones(3)}, "epoch": 1})
     assert "4 MB of 4 MB stored" in only(found, "views").text
@@ -565,7 +585,9 @@ def test_views_of_large_storages() -> None:
 
 
 def test_ties_that_safetensors_refuses(fixtures: Path) -> None:
-    """The library refuses the state dict, the command's output has it; what shares a storage and no byte is no tie."""
+    """Ties that the safetensors library refuses are a finding, and its command writes the file. Tensors that share a
+    storage but no byte are not tied.
+    """
     w, z = torch.ones(4), torch.ones(4, dtype=torch.complex128)
     found = diagnosed({"a": w, "b": w, "c": torch.ones(8)[2:6], "d": w.view(2, 2)[1]})
     assert "(a and b, a and d)" in only(found, "ties").text
@@ -574,11 +596,11 @@ def test_ties_that_safetensors_refuses(fixtures: Path) -> None:
     assert set(load_file(mended("m.pt", "ties"))) == {"a", "c", "d"}
     mended(fixtures / "tied.pt", "ties")
     assert diagnosed(dict(zip("ab", torch.ones(4).chunk(2), strict=True))).findings == ()
-    assert diagnosed({"a": z, "b": z}).findings == ()  # safetensors could not hold it anyway
+    assert diagnosed({"a": z, "b": z}).findings == ()  # safetensors could not store it anyway
 
 
 def training(tag: str, machine: Host = BARE, **more: Any) -> Summary:
-    """What is said of a training run on the device `tag`."""
+    """Return the summary of a training run on the device `tag`, with the additional objects `more`."""
     net = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.ones(1, 3)).sum().backward()
@@ -587,7 +609,9 @@ def training(tag: str, machine: Host = BARE, **more: Any) -> Summary:
 
 
 def test_an_optimizer_on_one_gpu() -> None:
-    """Every process would load it there; on the CPU, or spread over two GPUs, it is well."""
+    """An optimizer on one GPU is a finding, because every process would load it there. On the CPU, or on two GPUs, it
+    is not.
+    """
     finding = only(training("cuda:0", TWO), "optimizer")
     assert not finding.blocks
     assert "the state of optimizer is on cuda:0" in finding.text
@@ -599,7 +623,9 @@ def test_an_optimizer_on_one_gpu() -> None:
 
 
 def test_states_of_generators_on_a_gpu() -> None:
-    """torch.set_rng_state refuses them; the command brings them to the CPU."""
+    """States of random generators on a GPU are a finding, because torch.set_rng_state refuses them. The command moves
+    them to the CPU.
+    """
     found = diagnosed({"rng_state": torch.get_rng_state(), "w": torch.ones(1)}, ["cuda:0"], TWO)
     assert "(rng_state)" in only(found, "rng").text
     torch.set_rng_state(torch.load(mended("m.pt", "rng", TWO))["rng_state"])
@@ -609,7 +635,9 @@ def test_states_of_generators_on_a_gpu() -> None:
 
 
 def test_one_remedy_for_several_complaints() -> None:
-    """What each of several commands does, in one; what the part that is taken has not is not asked for."""
+    """The remedy does in one command what the commands of several findings do. It has no options for objects that it
+    drops.
+    """
     net = {f"module.{name}": tensor for name, tensor in linear().items()}
     found = training("cuda:0", args=UNKNOWN, state_dict=net, rng_state=torch.get_rng_state())
     assert kinds(found) == ["device", "code", "prefix", "optimizer", "rng"]
@@ -630,16 +658,18 @@ def test_one_remedy_for_several_complaints() -> None:
 
 
 def pickled(obj: Any, tag: str) -> Summary:
-    """What is said of `obj` in a plain pickle."""
+    """Pickle `obj` to a plain pickle with `tag`, and return its summary."""
     with zoo.tagging([tag]), Path("m.pkl").open("wb") as file:
         pickle.dump(obj, file)
     return look("m.pkl")
 
 
-def test_what_every_conversion_mends_needs_no_command_beside_another() -> None:
-    """A container or opcodes: the command for the device, or the one for all, mends them too.
+def test_containers_and_opcodes_need_no_second_command() -> None:
+    """Every conversion changes the container and the opcodes, so these findings need no command next to that of another
+    finding.
 
-    They have one of their own where no other writes the whole file, or nobody knows whether it is needed.
+    They have their own command if no other command writes the complete file, or if it is not known whether the other
+    one is needed.
     """
     torch.save(linear(), "four.pt", pickle_protocol=4)
     zoo.save(linear(), "four_cuda.pt", ["cuda:0"], pickle_protocol=4)
@@ -688,7 +718,7 @@ def test_one_command_is_its_own_remedy(fixtures: Path) -> None:
     ],
 )
 def test_commands_run_as_typed(name: str, target: str) -> None:
-    """Whatever the file is called; the output has a name of its own and the source's suffix."""
+    """A command works for every file name. The output has its own name and the suffix of the source."""
     zoo.save({"a": torch.ones(1)}, Path(name), ["cuda:0"])
     command = look(f"./{name}" if name.startswith("-") else name).findings[0].command
     assert shlex.split(str(command))[3] == target
@@ -696,7 +726,7 @@ def test_commands_run_as_typed(name: str, target: str) -> None:
 
 
 def test_a_name_that_a_terminal_cannot_show_can_be_pasted() -> None:
-    """In the shell's own escapes: bash gives the words back."""
+    """A command with a name that a terminal cannot display is quoted so that bash restores the name."""
     command = command_of(diagnosed({"a": torch.ones(1)}, ["cuda:0"], name="a\nb.pt"), "device")
     assert command.isprintable()
     out = subprocess.run(["bash", "-c", f'printf "%s\\0" {command}'], capture_output=True, text=True, check=True).stdout
@@ -706,16 +736,18 @@ def test_a_name_that_a_terminal_cannot_show_can_be_pasted() -> None:
 
 
 def test_torch_is_not_imported(fixtures: Path) -> None:
-    """Nor by the diagnosis of the file that has most to say."""
+    """Diagnosing the file with the most findings does not import torch."""
     path = str(fixtures / "training.pt")
     run_without_torch(f"import ckptconv; assert len(ckptconv.inspect({path!r}).findings) >= 2")
 
 
-# Everything that people save, and the corpus
+# The zoo and the corpus
 
 
 def check_every_command(path: Path | str) -> Summary:
-    """Each command of `path` runs, and nobody complains so any more; what it says of loading is what torch does."""
+    """Run each command for `path`, and check that its finding is gone and that the verdict is that of torch. Return the
+    summary.
+    """
     found = look(path)
     if not torch.cuda.is_available():
         assert found.loads_here == loads(path), (path, found.findings)
@@ -737,7 +769,7 @@ def check_every_command(path: Path | str) -> Summary:
 
 @pytest.mark.parametrize(("name", "protocol"), sampled(itertools.product(zoo.ZOO, range(2, 6))))
 def test_every_command_mends_what_it_stands_for(name: str, protocol: int) -> None:
-    """Objects of every kind with tags of every kind that a machine without a GPU can judge."""
+    """The commands work for every object of the zoo, with tags that a machine without a GPU can judge."""
     if protocol < zoo.NEEDS_PROTOCOL.get(name, 2):
         pytest.skip("needs a newer protocol")
     for tags in (["cpu"], ["cpu", "cuda:0", "cuda:1"]):
@@ -747,7 +779,9 @@ def test_every_command_mends_what_it_stands_for(name: str, protocol: int) -> Non
 
 @pytest.mark.untraced
 def test_every_command_mends_the_corpus(corpus: Path) -> None:
-    """All zips and safetensors files of the corpus: commands run, complaints go, and the verdict is torch's."""
+    """For the zip and safetensors files of the corpus, the commands work, their findings disappear, and the verdict is
+    that of torch.
+    """
     with (corpus / "manifest.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["container"] in ("zip-pt", "safetensors")]
     assert len(rows) > 30
@@ -762,8 +796,8 @@ def test_every_command_mends_the_corpus(corpus: Path) -> None:
 
 
 def test_states_of_torchao_name_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An optimizer whose states are classes of torchao is not dropped: torch's safe loader takes them once torchao
-    is imported, as it does here once the class is registered.
+    """An optimizer with classes of torchao is not dropped, because torch's safe loader accepts them after torchao is
+    imported. The test registers a class in its place.
     """
     module = types.ModuleType("torchao.optim.subclass_8bit")
     state = type("OptimState8bit", (), {"__module__": module.__name__})
@@ -784,7 +818,9 @@ def test_states_of_torchao_name_its_import(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_invalid_tensor_is_left_out() -> None:
-    """Torch refuses its values, not code, so no advice speaks of classes; without it, the file loads."""
+    """A tensor that torch refuses because of its values is dropped, and the file then loads. If it is the only object,
+    there is no command.
+    """
     invalid = torch.sparse_coo_tensor(torch.tensor([[0, 99]]), torch.ones(2), (3,), check_invariants=False)
     torch.save({"w": torch.ones(2), "s": invalid}, "m.pt")
     found = only(look("m.pt", Host(torch="2.15.0")), "code")

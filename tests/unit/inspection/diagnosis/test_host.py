@@ -1,4 +1,4 @@
-"""Which devices a machine shows, on trees of driver files; torch's own reading of the variables is the judge."""
+"""The devices that a machine has, found from trees of driver files. The results are compared with those of torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UUIDS = ["GPU-8932f937-d72c", "GPU-8932aaaa-1111", "GPU-1fb42d6f-7d6b"]
 
 
 def nvidia(root: Path, count: int, *, dev: int | None = None, uuids: bool = True) -> Path:
-    """A tree with `count` GPUs in /proc, `dev` of them in /dev."""
+    """Write a tree with `count` GPUs in /proc and `dev` of them in /dev, and return `root`."""
     (root / "dev").mkdir(parents=True)
     for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset", "null"):
         (root / "dev" / name).touch()
@@ -33,7 +33,7 @@ def nvidia(root: Path, count: int, *, dev: int | None = None, uuids: bool = True
 
 
 def amd(root: Path, count: int) -> Path:
-    """A tree with one processor and `count` GPUs of AMD's."""
+    """Write a tree with one processor and `count` AMD GPUs, and return `root`."""
     (root / "dev").mkdir(parents=True)
     (root / "dev/kfd").touch()
     for i in range(count + 1):
@@ -53,18 +53,20 @@ def cuda(root: Path, **environ: str) -> int | None:
     ids=["two", "container", "unused", "driver alone", "many"],
 )
 def test_driver_files_are_counted(tmp_path: Path, count: int, dev: int | None, seen: int) -> None:
-    """/dev first, which has what a container was given; else /proc; the driver's other files are no GPUs."""
+    """The GPUs in /dev are counted, because a container has only its own GPUs there. Without any, those in /proc are
+    counted. Other files of the driver are not GPUs.
+    """
     assert cuda(nvidia(tmp_path, count, dev=dev)) == seen
 
 
 def test_without_driver_files(tmp_path: Path) -> None:
-    """There is no GPU."""
+    """A machine without driver files has no GPU."""
     assert cuda(tmp_path) == 0
 
 
 def test_amd_gpus_are_cuda_too(tmp_path: Path) -> None:
-    """Nodes with an id; processors have 0; what may not be read is not this
-    container's; without /dev/kfd there are none.
+    """AMD GPUs, the nodes with an id that is not 0, count as cuda devices. A node that cannot be read is not counted.
+    Without /dev/kfd there are none.
     """
     root = amd(tmp_path / "amd", 2)
     assert cuda(root) == 2
@@ -81,9 +83,7 @@ def test_amd_gpus_are_cuda_too(tmp_path: Path) -> None:
 
 
 def test_other_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apple's processors have mps and no Mac has cuda; under WSL and elsewhere nobody can
-    tell, unless the variable hides all.
-    """
+    """A Mac has no cuda, and mps only with an Apple processor. On Windows, the number of GPUs is not known."""
     monkeypatch.setattr("sys.path", [])
     for system, processor, host in (
         ("darwin", "arm64", Host(0, mps=True)),
@@ -96,8 +96,10 @@ def test_other_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_torch_that_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The version is that which importlib.metadata gives; the folder that the process is in is not looked into."""
-    torch.zeros(0)  # where there is no torch, this skips the test
+    """The version of torch is that of importlib.metadata, without regard to the current folder. Under WSL, the number
+    of GPUs is not known, unless the variable hides all of them.
+    """
+    torch.zeros(0)  # skips the test if there is no torch
     assert this_host(tmp_path, {}).torch == importlib.metadata.version("torch")
     folders = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
     names = ("torch_x-9.dist-info", "torch-2.9.1+cu126.dist-info", "torch-2.6.0-py3.12.egg-info")
@@ -147,15 +149,16 @@ def test_the_torch_that_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_the_variable_reduces_them(tmp_path: Path, variable: str, seen: int) -> None:
-    """Indices or the starts of UUIDs; the list ends at what is no device; a device that stands twice leaves none.
+    """CUDA_VISIBLE_DEVICES contains indices or beginnings of UUIDs. The list ends at the first invalid device. A device
+    that occurs twice hides all.
 
-    So says CUDA's guide, and torch agrees.
+    This follows CUDA's programming guide, and torch agrees.
     """
     assert cuda(nvidia(tmp_path, 3), CUDA_VISIBLE_DEVICES=variable) == seen == torch_count(variable, 3)
 
 
 def test_what_only_the_driver_knows(tmp_path: Path) -> None:
-    """A part of a divided GPU counts as one; UUIDs that cannot be looked up are believed, up to the number of GPUs."""
+    """Parts of a divided GPU count as one GPU. UUIDs that cannot be looked up are counted, up to the number of GPUs."""
     root = nvidia(tmp_path, 2, uuids=False)
     assert cuda(root, CUDA_VISIBLE_DEVICES="MIG-aaaa,MIG-bbbb") == 1
     assert cuda(root, CUDA_VISIBLE_DEVICES="GPU-aaaa") == 1
@@ -173,7 +176,7 @@ WORDS = [
 @example(words=["0", "7", "7"], count=3)
 @example(words=["GPU-no", "GPU-no"], count=3)
 def test_agrees_with_torch(tmp_path_factory: pytest.TempPathFactory, words: list[str], count: int) -> None:
-    """Whatever the variable says, the number is what torch counts with NVIDIA's library."""
+    """For every value of the variable, the number of GPUs is the one that torch counts with NVIDIA's library."""
     variable = ",".join(words)
     root = tmp_path_factory.getbasetemp() / f"machine{count}"
     if not root.exists():
@@ -182,7 +185,7 @@ def test_agrees_with_torch(tmp_path_factory: pytest.TempPathFactory, words: list
 
 
 def torch_count(variable: str, count: int) -> int:
-    """What torch counts where NVIDIA's library has `count` GPUs."""
+    """Return the number of GPUs that torch counts if NVIDIA's library reports `count` GPUs."""
     with (
         mock.patch.dict("os.environ", {"CUDA_VISIBLE_DEVICES": variable}),
         mock.patch("torch.cuda._raw_device_count_nvml", return_value=count),
@@ -191,8 +194,10 @@ def torch_count(variable: str, count: int) -> int:
         return torch.cuda._device_count_nvml()
 
 
-def test_what_a_machine_shows() -> None:
-    """Tags by family and index; what torch cannot restore is shown nowhere; of others nobody can tell."""
+def test_tags_that_a_machine_has() -> None:
+    """A machine has a tag according to its family and index. Tags that torch cannot restore are absent everywhere, and
+    the presence of other devices is not known.
+    """
     two = Host(2)
     tags = ["cpu", "meta", "cuda:0", "cuda:1", "cuda", "cuda:2", "cuda:x", "mps", "cpu:0", "xpu:0"]
     assert [two.shows(tag) for tag in tags] == [True, True, True, True, True, False, False, False, False, None]
@@ -201,7 +206,7 @@ def test_what_a_machine_shows() -> None:
 
 
 def test_this_machine_agrees_with_torch() -> None:
-    """Here: as many as torch counts, where it is built for them."""
+    """On this machine, the devices are those that torch finds, as far as torch is built for them."""
     found = this_host()
     if torch.cuda.is_available():
         assert found.cuda == torch.cuda.device_count()
