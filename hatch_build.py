@@ -26,7 +26,7 @@ class SbomHook(BuildHookInterface):
         path.write_text(json.dumps(bill, indent=2) + "\n", encoding="utf-8", newline="\n")
         path.chmod(0o644)
         build_data["sbom_files"].append(str(path))
-        if version != "editable":  # then `ckptconv help` reads the pages where they are
+        if version != "editable":  # in an editable install, `ckptconv help` reads the pages in docs/
             for name in ("fix", "how-to"):
                 build_data["force_include"][f"docs/{name}"] = f"ckptconv/cli/pages/{name}"
 

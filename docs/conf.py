@@ -1,6 +1,7 @@
-"""The site: ``sphinx-build -W docs site``. Neither building nor reading it asks another host for anything.
+"""The configuration of the documentation: ``sphinx-build -W docs site``.
 
-Where ``python -m web.build`` has built the page that converts in the browser, the site carries it.
+The build and the pages load nothing from other hosts. If ``python -m web.build`` was run before, the site contains the
+page that converts files in the browser.
 """
 
 from pathlib import Path
@@ -34,7 +35,7 @@ myst_enable_extensions = ["colon_fence"]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 add_module_names = False
-smartquotes = False  # they would turn -- into a dash
+smartquotes = False  # smart quotes would turn -- into a dash
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 #: ``sphinx-build -b man docs docs/man`` makes the manual page that the wheel installs.

@@ -1,6 +1,6 @@
-"""Draws ``difference.jpg``: the page of what differs between two epochs of a language model, as Chromium shows it.
+"""Draw ``difference.jpg``, a screenshot of the page that compares two epochs of a language model.
 
-``python -m docs.make_page_picture [OUT]``, with playwright and a Chromium.
+``python -m docs.make_page_picture [OUT]``. This needs playwright and Chromium.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ SIZE = {"width": 1100, "height": 840}
 
 
 def save_epochs(folder: Path) -> None:
-    """Two epochs, in the second of which a layer is frozen, one is in half precision and one has a NaN."""
+    """Save two epochs to `folder`. In the second, one layer is unchanged, one is in half precision and one has
+    a NaN.
+    """
     torch.manual_seed(0)
     model = Model(width=128, layers=6).state_dict()
     torch.save(model, folder / "epoch1.pt")
@@ -37,7 +39,7 @@ def picture(out: Path) -> None:
     """Write the picture to `out`."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
-        os.chdir(folder)  # so that the page has short paths
+        os.chdir(folder)  # the page shows the paths; relative ones are short
         save_epochs(Path())
         main(["diff", "epoch1.pt", "epoch2.pt", "--html", "page.html"])
         os.chdir(before)

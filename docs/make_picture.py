@@ -1,5 +1,6 @@
-"""Draws ``inspect.svg``: what ``ckptconv inspect`` shows of a checkpoint that a DistributedDataParallel run saved on a
-GPU. ``python docs/make_picture.py [OUT]``.
+"""Draw ``inspect.svg``, the output of ``ckptconv inspect`` for a checkpoint of a DataParallel run on a GPU.
+
+``python docs/make_picture.py [OUT]``
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ckptconv.render.summary import summary_lines
 from ckptconv.render.text import Style
 
 COLUMNS = 80
-#: rich's own frame without the font that it would fetch from the network.
+#: The frame of rich, without the font that a browser would load from the network.
 FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
 .{unique_id}-matrix {{ font-family: "Fira Code", Menlo, Consolas, monospace;
@@ -45,7 +46,7 @@ FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http
 
 
 class Block(nn.Module):
-    """A transformer's block."""
+    """A transformer block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -64,13 +65,13 @@ class Model(nn.Module):
 
 
 def checkpoint() -> dict[str, object]:
-    """As a training script saves it."""
+    """Return the object that the training script saves."""
     model = nn.DataParallel(Model())
     return {"model": model.state_dict(), "epoch": 3}
 
 
 def drawn() -> list[str]:
-    """The lines on a terminal of a machine without a GPU."""
+    """Return the lines that a terminal of a machine without a GPU shows."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "gpt.pt")
         with mock.patch("torch.serialization.location_tag", return_value="cuda:0"):
@@ -83,7 +84,7 @@ def drawn() -> list[str]:
 
 
 def picture() -> str:
-    """The SVG."""
+    """Return the SVG."""
     with open(os.devnull, "w") as nowhere:
         console = Console(width=COLUMNS, record=True, file=nowhere, force_terminal=True, color_system="standard")
         for line in drawn():

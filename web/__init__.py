@@ -1,1 +1,1 @@
-"""The page that converts in the browser, and what builds it."""
+"""The page that converts checkpoints in the browser, and the program that builds it."""

@@ -1,4 +1,4 @@
-"""What the worker calls: paths of chosen files go in; verdicts, plans and parts come out, as JSON can hold them."""
+"""The functions that the worker of the page calls. They take paths of the chosen files, and return JSON values."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from ckptconv.work import watched
 
 __all__ = ["Bridge", "error_text"]
 
-_SHOWN = 20  # names of tensors in a text
-_MOST = 2  # checkpoints at once
+_SHOWN = 20  # names of tensors in a message
+_MOST = 2  # checkpoints at the same time
 #: The percentages at which a step begins and ends: its share of the time for 60,000 tensors. The checks after "places"
 #: and the page after "rows" do not report how far they are.
 _STEPS = {
@@ -42,22 +42,23 @@ _STEPS = {
 }  # a table  # fmt: skip
 _READ, _CHECKED = 50, 76
 _PHASES = ((_CHECKED, "Drawing"), (_READ, "Checking"), (0, "Reading"))
-_SUFFIXES = {".bin", ".distcp", ".pt", ".pth", ".safetensors"}  # of files in sets
+_SUFFIXES = {".bin", ".distcp", ".pt", ".pth", ".safetensors"}  # of the files of a set
 
 
 class Bridge:
     """The checkpoint that the page shows, and the copy that was planned last."""
 
     def __init__(self, folder: str) -> None:
-        """The files that the user chose are in `folder`."""
+        """Set the folder that contains the files of the user."""
         self.folder, self.path = Path(folder), ""
         self.planned: tuple[PlannedFile, ...] = ()
         self._opened = ExitStack()
 
     def checkpoints(self) -> list[str]:
-        """The one or two checkpoints among the chosen files, as paths for a command line.
+        """Return the paths of the one or two checkpoints among the chosen files, as in a command line.
 
-        Each is a file or a folder. The files of one set are a folder, whose name a browser does not tell.
+        Each is a file or a folder. A set of files is a folder, because browsers do not reveal the name of the real
+        folder.
         """
         self.forget()
         os.chdir(self.folder)
@@ -77,9 +78,10 @@ class Bridge:
         return [*folders, *files]
 
     def inspect(self, path: str, tick: Callable[[str, int], object] = lambda *_: None) -> dict[str, Any]:
-        """Look into the checkpoint at `path`: the verdict, the fixes, and the page of what is in it.
+        """Inspect the checkpoint at `path`. Return the verdict, the findings with their fixes, and the page about its
+        content.
 
-        `tick` gets the name of what is done now, and the percentage of everything that was done.
+        `tick` is called with the name of the current phase and the percentage of all work that is done.
         """
         self.forget()
         self.path = path
@@ -101,7 +103,7 @@ class Bridge:
         }
 
     def _without_danger(self) -> list[dict[str, Any]]:
-        """The state dict as a finding with a fix, if a copy of it would have nothing dangerous in it."""
+        """Return a finding whose fix extracts the state dict, or nothing if a dangerous call would be copied, too."""
         src = Path(self.path)
         typed = command("convert", src, Path(f"{src.stem}-weights.pt"), Option("state_dict", True))
         fix = _fix(typed)
@@ -114,7 +116,10 @@ class Bridge:
         return [{"text": "A copy of only the state dict contains nothing dangerous.", "fix": fix}]
 
     def plan(self, dst: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Plan a copy named `dst` by the `options` of ``convert``: its report, its command line, its files."""
+        """Plan a copy named `dst`. Return its report, its command line and its files.
+
+        `options` are keywords of ``convert``.
+        """
         self.forget()
         others = dict(options)
         maps = [tuple(each.split("=", 1)) if "=" in each else each for each in others.pop("map_location", [])]
@@ -152,7 +157,9 @@ class Bridge:
         }
 
     def parts(self, number: int, tick: Callable[[int], None]) -> Iterator[Any]:
-        """What the planned file `number` is made of: bytes, or the path, offset and length of a range in a file."""
+        """Yield the parts of the planned file `number`. A part is bytes, or the path, offset and length of a range in a
+        file.
+        """
         for part in self.planned[number].parts(tick):
             if isinstance(part, bytes):
                 yield part
@@ -160,7 +167,7 @@ class Bridge:
                 yield [os.path.relpath(part.path, self.folder), part.offset, part.length]
 
     def diff(self, a: str, b: str) -> dict[str, Any]:
-        """Compare two checkpoints, by headers and checksums where only torch could compare values."""
+        """Compare two checkpoints. Without torch, only their headers and checksums are compared."""
         line = str(command("diff", Path(a), Path(b)))
         try:
             found, note = compare(a, b, Edits()), ""
@@ -172,13 +179,13 @@ class Bridge:
         return {"same": found.same and not note, "dangers": dangers, "text": lines, "note": note, "command": line}
 
     def forget(self) -> None:
-        """Drop the copy that was planned last, and close its source."""
+        """Forget the copy that was planned last, and close its source."""
         self._opened.close()
         self.planned = ()
 
 
 def _files(path: Path) -> int:
-    """How many files are read for the checkpoint at `path`, which can be a folder or the index of a set."""
+    """Return the number of files that belong to the checkpoint at `path`: a file, a folder or the index of a set."""
     if path.is_file() and path.suffix != ".json":
         return 1
     folder = path if path.is_dir() else path.parent
@@ -186,13 +193,13 @@ def _files(path: Path) -> int:
 
 
 def _percentages(tick: Callable[[str, int], object], files: int) -> Callable[[str, int, int], None]:
-    """Return a watch that calls `tick` with what is done now and the percentage of everything, when that rises.
+    """Return a watch that calls `tick` with the phase and the percentage of all work, whenever the percentage rises.
 
-    A step that begins again belongs to the next of the `files`. The percentage never falls.
+    A step that starts again belongs to the next of the `files`. The percentage never falls.
     """
     order = [*_STEPS]
     last = at = -1
-    number = 0  # of the file
+    number = 0  # the index of the current file
 
     def watch(step: str, done: int, total: int) -> None:
         nonlocal last, at, number
@@ -210,7 +217,9 @@ def _percentages(tick: Callable[[str, int], object], files: int) -> Callable[[st
 
 
 def _headers(path: str) -> dict[str, tuple[tuple[Any, ...], Any, int | None]]:
-    """By path: dtype, shape and device of each tensor; where its storage has it; and the checksum of that, if any."""
+    """Return the dtype, shape and device of each tensor, its position in its storage, and the checksum or None, by
+    path.
+    """
     with open_input(path) as source, gc_paused():
         infos = opening.read(source).tensors.values()
         return {
@@ -225,7 +234,7 @@ def _headers(path: str) -> dict[str, tuple[tuple[Any, ...], Any, int | None]]:
 
 
 def _by_headers(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """How the tensors that both have differ, as far as headers and checksums tell."""
+    """Return a text about the common tensors that differ, as far as headers and checksums show it."""
     found: dict[str, list[str]] = {"dtype": [], "shape": [], "device": [], "values": []}
     same = unknown = 0
     for path in (each for each in a if each in b):
@@ -248,7 +257,7 @@ def _by_headers(a: dict[str, Any], b: dict[str, Any]) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """`error` as the command line says it; an error that a browser's limits cause, in words of its own."""
+    """Return `error` as the command line prints it. Limits of the browser have their own text."""
     if isinstance(error, CkptconvError):
         return "\n".join(map(printable, error_lines(error)))
     if isinstance(error, (MemoryError, RecursionError)):
@@ -266,7 +275,7 @@ def _verdict(summary: Summary, has_findings: bool) -> str:
 
 
 def _fix(message: str | None) -> dict[str, Any] | None:
-    """The command in `message` as values for the form: the name of the copy, and the options."""
+    """Return the command in `message` as values for the form: the name of the copy, and the options."""
     line: Command | None = command_in(message)
     if line is None:
         return None
@@ -276,7 +285,7 @@ def _fix(message: str | None) -> dict[str, Any] | None:
 
 
 def _for_form(option: Option) -> Any:
-    """The value of `option`: True, or a list of texts or of pairs; a pair of devices is the text OLD=NEW."""
+    """Return the value of `option` as True, or as a list of texts or pairs. A pair of devices is the text OLD=NEW."""
     if isinstance(option.value, bool):
         return option.value
     join = "=".join if option.keyword == "map_location" else list

@@ -1,8 +1,9 @@
-"""Build the page that converts in the browser: ``python -m web.build [FOLDER]``.
+"""Build the page that converts checkpoints in the browser: ``python -m web.build [FOLDER]``.
 
-Without a folder the page is built where the documentation's site takes it from. Pyodide comes from npm; this file has
-its version and SHA-512. Node compiles the modules for Pyodide's Python. The folder has all that the page loads, and can
-be put below any URL. The page's service worker sends the headers; ``_headers`` has them for hosts that can send them.
+Without `FOLDER`, the page is written to the folder from which the documentation copies it. Pyodide comes from npm, with
+the version and SHA-512 below. Node compiles the modules for the Python of Pyodide. The result contains all files that
+the page loads, and works below any URL. The service worker of the page sends the HTTP headers. ``_headers`` contains
+the same headers for hosts that can send them.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ ENGINE = ("pyodide.asm.wasm.gz", "python_stdlib.zip.gz", "ckptconv.zip.gz")
 
 
 def build(folder: Path) -> dict[str, int]:
-    """Write the page into `folder`; the size of each file as it is sent, text compressed as hosts do it.
+    """Write the page to `folder`. Return the number of bytes that a host sends for each file; text is compressed.
 
     Raises:
-        OSError: There is no npm, or no node.
-        subprocess.CalledProcessError: One of them failed.
-        ValueError: What npm got is not what is expected.
+        OSError: npm or node is not installed.
+        subprocess.CalledProcessError: npm or node failed.
+        ValueError: The package from npm has another hash.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -148,27 +149,30 @@ def published(package: str, integrity: str) -> dict[str, bytes]:
 
 
 def _library(sources: Path) -> dict[str, str]:
-    """The modules of the standard library that are taken, by their path in the archive."""
+    """Return the modules of the standard library that the page needs, by their paths in the archive."""
     taken = _taken(sources, LEFT_OUT)
     encodings = tuple(f"encodings/{name}.py" for name in ENCODINGS.split())
     return {name: source for name, source in taken.items() if not name.startswith("encodings/") or name in encodings}
 
 
 def _package() -> dict[str, str]:
-    """The modules and data of the package, without those that only a terminal or a network needs, and the bridge."""
+    """Return the bridge, and the modules and data of ckptconv that work without a terminal, a network and torch."""
     taken = _taken(HERE.parent / "ckptconv", NOT_HERE)
     return {f"ckptconv/{name}": source for name, source in taken.items()} | {"bridge.py": str(HERE / "bridge.py")}
 
 
 def _taken(folder: Path, left_out: str) -> dict[str, str]:
-    """The files of `folder` by their paths in it, without those that are, or stand in, what is `left_out`."""
+    """Return the files of `folder` by their relative paths, without the modules and packages in `left_out`."""
     names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     out = tuple(f"{each}{end}" for each in left_out.split() for end in ("/", ".py"))
     return {name: str(path) for name, path in names.items() if not name.startswith(out) and path.suffix != ".pyc"}
 
 
 def _policies() -> dict[str, str]:
-    """The policies of the page and its worker. The hashes are those of the pages of ``inspect --html``."""
+    """Return the content security policies of the page and of its worker.
+
+    They allow the script and style of the pages of ``inspect --html`` by their hashes.
+    """
     script, style = hashes()
     least = "default-src 'none'; base-uri 'none'; form-action 'none'"
     return {
@@ -179,7 +183,7 @@ def _policies() -> dict[str, str]:
 
 
 def _fill(name: str, folder: Path, values: dict[str, str]) -> None:
-    """Copy a file of ours into `folder`, with `values` where it has their names between double braces."""
+    """Copy the file `name` to `folder`. Each key of `values` in double braces is replaced by its value."""
     text = (HERE / name).read_text("utf-8")
     for key, value in values.items():
         text = text.replace("{{" + key + "}}", value)
@@ -191,7 +195,7 @@ def _base64(data: bytes) -> str:
 
 
 def _sent(path: Path) -> int:
-    """The bytes of a file on the wire."""
+    """Return the number of bytes that a host sends for the file `path`."""
     data = path.read_bytes()
     return len(data) if path.suffix == ".gz" else len(gzip.compress(data, 9))
 

@@ -1,5 +1,5 @@
-// Compiles Python for the browser, in the Python that will run it there: node compile.mjs PYODIDE JOBS OUT
-// JOBS is a JSON file: for each archive its name, and for each module the path in the archive and that of its source.
+// Compiles Python modules with the Python of Pyodide: node compile.mjs PYODIDE JOBS OUT
+// JOBS is a JSON file. For each archive it maps the paths of the modules in the archive to the paths of their sources.
 import fs from "node:fs";
 import path from "node:path";
 import { pathToFileURL } from "node:url";
@@ -13,7 +13,7 @@ const made = python.runPython(`
 import importlib._bootstrap_external as loading, importlib.util, io, zipfile
 
 def archive(files):
-    """Of modules the bytecode without docstrings and columns, never compared with a source; the rest as it is."""
+    """Return a zip of `files`. Modules are compiled without docstrings, and their sources are never checked."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as made:
         for name, source in sorted(files.items()):
@@ -30,7 +30,7 @@ try {
   for (const [name, files] of Object.entries(archives)) {
     fs.writeFileSync(path.join(out, name), made(python.toPy(files)).toJs());
   }
-} catch (error) { // which node would print with the megabyte of script that it comes from
+} catch (error) { // node would print the whole script of a megabyte
   console.error(error.message);
   process.exit(1);
 }

@@ -1,7 +1,7 @@
-// The page around the worker: takes files, shows what ckptconv says of them, and saves what it plans.
+// The page: it passes files to the worker, shows the results of ckptconv, and saves the planned copies.
 const ENGINE = {{engine}};
-const DEADLINE = 60_000; // milliseconds without progress, after which the worker is ended
-const MOST = 10_000; // files in a folder that is dropped
+const DEADLINE = 60_000; // milliseconds without progress before the worker is terminated
+const MOST = 10_000; // the most files in a folder that is dropped
 const $ = (id) => document.getElementById(id);
 const counted = (n) => n.toLocaleString("en");
 
@@ -18,11 +18,11 @@ function make(tag, attributes, ...below) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value) element.setAttribute(name, value);
   }
-  element.append(...below); // texts stay texts, whatever a file says
+  element.append(...below); // texts from files are never parsed as HTML
   return element;
 }
 
-// What cannot be seen in names of files, or turns other characters round, in escapes.
+// Replaces invisible characters, and those that change the direction of others, by escapes.
 const shown = (text) => text.replace(/[^\P{C}\n]|[\p{Zl}\p{Zp}]/gu, (c) => "\\u{" + c.codePointAt(0).toString(16) + "}");
 
 function say(text, done) {
@@ -32,7 +32,7 @@ function say(text, done) {
   else if (done !== undefined) $("progress").value = done;
 }
 
-// Shows an error next to the field whose option or value is in its text, or else after `place`.
+// Shows an error next to the field whose option or value it contains, otherwise after `place`.
 function fail(error, place = $("drop")) {
   const text = shown(String(error.message ?? error));
   const named = [...text.matchAll(/--([a-z-]+)/g)].map(([, flag]) => form[FIELDS[flag] ?? flag.replaceAll("-", "_")]);
@@ -62,7 +62,7 @@ const guarded = (async () => {
   }
 })();
 
-// The worker: one at a time, started again when it fails.
+// The worker. There is only one, and it is started again after a failure.
 
 let engine = null, worker = null, starting = null, calls = new Map(), number = 0, nread = 0;
 
@@ -123,7 +123,7 @@ function spawn() {
 }
 
 function ready() {
-  if (starting) return starting; // also while it loads: the pointer, the keyboard and a file ask one after another
+  if (starting) return starting; // several events start the worker; the later ones wait for the first
   starting = (async () => {
     engine ??= await loaded();
     say("Starting Python", null);
@@ -143,10 +143,10 @@ function ready() {
 
 // One checkpoint, or two
 
-let source = { path: "", dropped: [] }; // what is looked at, and the files that were dropped: {path, file, handle}
+let source = { path: "", dropped: [] }; // the path of the checkpoint, and the dropped files: {path, file, handle}
 let turn = 0;
 
-// Fails if a file has changed since it was chosen. Without a handle it reads one byte, which Chromium refuses of a file
+// Throws if a file has changed since it was chosen. Without a handle, it reads one byte: Chromium refuses to read a file
 // that has changed.
 async function unchanged() {
   for (const { path, file, handle } of source.dropped) {
@@ -161,7 +161,7 @@ async function take(dropped) {
   const mine = ++turn;
   for (const id of ["error", "errors", "danger", "file", "compared", "planned"]) $(id).hidden = true;
   $("drop").after($("error"));
-  $("prepare").after($("saving")); // neither is among what is replaced
+  $("prepare").after($("saving")); // these two are kept when the rest is replaced
   let seconds = 0, clock;
   try {
     await ready();
@@ -171,7 +171,7 @@ async function take(dropped) {
     if (mine !== turn) return;
     source = { path: paths[0], dropped };
     if (paths.length === 2) {
-      clock = setInterval(() => mine === turn && say(reading + ": " + (seconds += 2) + " s", null), 2000); // nobody knows what is to be compared
+      clock = setInterval(() => mine === turn && say(reading + ": " + (seconds += 2) + " s", null), 2000); // the total is not known
       await compare(paths, mine);
     } else await look(mine, reading.slice(7));
     if (mine === turn) say("Ready: " + (paths.length === 2 ? "the two are compared. Next: choose other files, or see in a terminal how far values differ." : "the file was read, and nothing of it was run. Next: " + next() + "."));
@@ -184,7 +184,7 @@ async function take(dropped) {
   }
 }
 
-// What to do with the file that is shown.
+// The actions for the file that is shown.
 const next = () => ($("danger").hidden ? $("findings").children.length ? "mend it, or save a changed copy" : "save a changed copy, or look at what is inside" : "do not load it");
 
 const opened = (dropped) => post("open", { dropped: dropped.map(({ path, file }) => [path, file]) });
@@ -232,7 +232,7 @@ async function look(mine, files) {
   $("inside").replaceWith(frame(found.page));
 }
 
-// A new frame for each file: Chromium never lays out a page that is put into a frame which was hidden.
+// Each file gets a new frame, because Chromium never lays out a page that is put into a hidden frame.
 const frame = (srcdoc) => make("iframe", { id: "inside", sandbox: "allow-scripts", title: "What is inside the file", srcdoc });
 
 $("full").hidden = !document.fullscreenEnabled;
@@ -254,9 +254,9 @@ function clear(first) {
   form.dst.value = source.dropped.length > 1 ? name + "-new" : dot > 0 ? name.slice(0, dot) + "-new" + name.slice(dot) : name + "-new.pt";
 }
 
-let refusal = ""; // why nothing is saved yet, of a dangerous file
+let refusal = ""; // the reason why a dangerous file cannot be saved yet
 
-function unplan(first = $("prepare")) { // nothing can be saved before `first`, which plans it, is pressed
+function unplan(first = $("prepare")) { // hides Save until a copy is planned with the button `first`
   $("planned").hidden = $("save").disabled = true;
   $("save").hidden = false;
   $("save").textContent = "Save";
@@ -294,7 +294,7 @@ function options() {
   return said;
 }
 
-async function prepare(pressed = $("prepare")) { // Save stands next to the button that was pressed
+async function prepare(pressed = $("prepare")) { // Save appears next to the button that was pressed
   const mine = turn;
   $("error").hidden = true;
   pressed.after($("saving"));
@@ -320,7 +320,7 @@ async function prepare(pressed = $("prepare")) { // Save stands next to the butt
   }
 }
 
-// A worker that was started again has no file open.
+// A worker that was started again has no open file.
 async function reopened() {
   if (worker) return;
   await ready();
@@ -346,13 +346,13 @@ function show(plan) {
   $("planned").hidden = false;
 }
 
-// Says it beside the button too: the top of the page may be out of sight.
+// Also shows the message next to the button, because the top of the page may not be visible.
 function saving(text, done) {
   say(text, done);
   $("saved").textContent = text;
 }
 
-// Asks where to save the one file with number i. Null where the browser does not let pages write to the disk.
+// Asks where to save the file number i. Returns null if the browser does not let pages write to the disk.
 async function oneFile([i]) {
   return globalThis.showSaveFilePicker ? [await showSaveFilePicker({ suggestedName: planned.files[i].name.split("/").pop() })] : null;
 }
@@ -375,7 +375,7 @@ async function save(numbers, places) {
   const outs = [];
   let next = "the copy is planned, and nothing is written. Press Save.";
   try {
-    if (!worker) await prepare($("saving").previousElementSibling); // the worker was ended, and the plan with it
+    if (!worker) await prepare($("saving").previousElementSibling); // the plan was lost with the worker
     if ($("planned").hidden) {
       next = "nothing was prepared. Change the form, or choose another file.";
       return;
@@ -392,7 +392,7 @@ async function save(numbers, places) {
       } else download(blob, name.split("/").pop());
     }
     if (outs.length) await unchanged();
-    while (outs.length) await outs.shift().close(); // the files appear now, an index last
+    while (outs.length) await outs.shift().close(); // closing makes the files appear; an index is the last one
     next = "the copy is saved. Next: load it, or choose another file.";
     $("saved").textContent = handles
       ? "Saved, and the file did not change meanwhile."
@@ -400,7 +400,7 @@ async function save(numbers, places) {
   } catch (error) {
     for (const each of outs) await each.abort().catch(() => {});
     $("saved").textContent = "";
-    if (error.name !== "AbortError") { // which says that the user has cancelled
+    if (error.name !== "AbortError") { // the user has canceled
       fail(await unchanged().then(() => error, (why) => why), $("saving"));
       next = "nothing was saved. Save it somewhere else, or choose the file again.";
     }
@@ -413,10 +413,10 @@ async function save(numbers, places) {
 function download(blob, name) {
   const url = URL.createObjectURL(blob);
   make("a", { href: url, download: name }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 600_000); // a browser may ask where to before it reads
+  setTimeout(() => URL.revokeObjectURL(url), 600_000); // the browser may first ask where to save
 }
 
-// Writes to a file on the disk, which appears when it is closed.
+// Writes to a file on the disk. The file appears when it is closed.
 async function stream(blob, name, out) {
   let done = 0;
   const counter = new TransformStream({
@@ -428,7 +428,7 @@ async function stream(blob, name, out) {
   await blob.stream().pipeThrough(counter).pipeTo(out, { preventClose: true });
 }
 
-// What the user does
+// Events
 
 for (const touch of ["pointerover", "focusin"]) $("drop").addEventListener(touch, () => ready().catch(() => {}), { once: true });
 $("choose").addEventListener("click", () => ready().catch(fail));
@@ -447,7 +447,7 @@ addEventListener("drop", async (event) => {
   event.preventDefault();
   $("drop").classList.remove("over");
   const items = [...event.dataTransfer.items].filter((item) => item.kind === "file");
-  const asked = items.map((item) => ({ // at once: the browser soon forgets what was dropped
+  const asked = items.map((item) => ({ // immediately, because the browser soon forgets what was dropped
     file: item.getAsFile(),
     entry: item.webkitGetAsEntry?.(),
     handle: item.getAsFileSystemHandle?.().catch(() => null),
@@ -464,7 +464,7 @@ addEventListener("drop", async (event) => {
   }
 });
 
-// Two files of one name, from two folders, get two names.
+// Gives different names to files that have the same name in two folders.
 const freeName = (name, dropped) => (dropped.some((each) => each.path === name) ? freeName(name.replace(/(\.[^.]*)?$/, " (2)$1"), dropped) : name);
 
 // Adds all files in a folder and below to `dropped`, except those in hidden folders.
@@ -482,7 +482,7 @@ async function enter(folder, dropped) {
 }
 
 $("edits").addEventListener("submit", (event) => { event.preventDefault(); prepare(); });
-$("edits").addEventListener("input", () => unplan()); // what is planned is no longer what the form says
+$("edits").addEventListener("input", () => unplan()); // the plan no longer matches the form
 $("clear").addEventListener("click", () => clear());
 $("save").addEventListener("click", () => save([...planned.files.keys()], planned.folder ? oneFolder : oneFile));
 for (const each of document.querySelectorAll("[data-copies]")) {

@@ -1,4 +1,4 @@
-// Serves the files of one build of this page, with their policy in real headers. Refuses every other request.
+// Serves the files of one build of this page, with their policy in HTTP headers. Refuses all other requests.
 const FILES = {{files}};
 const SHELL = {{shell}};
 const VERSION = "ckptconv {{version}}";
@@ -26,7 +26,7 @@ self.addEventListener("activate", (event) =>
 self.addEventListener("fetch", (event) => {
   const { method, mode, url } = event.request;
   const scope = self.registration.scope;
-  const asked = mode === "navigate" ? url.replace(/[?#].*/, "") : url; // a page can be linked to with anything behind it
+  const asked = mode === "navigate" ? url.replace(/[?#].*/, "") : url; // a link to the page can contain a query or fragment
   const name = asked.startsWith(scope) ? asked.slice(scope.length) || "index.html" : "";
   const known = method === "GET" && Object.hasOwn(FILES, name);
   event.respondWith(known ? answer(name) : Promise.resolve(Response.error()));

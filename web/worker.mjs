@@ -1,15 +1,15 @@
-// Runs ckptconv on the chosen files, which are read by position. It asks no host for anything; it is not allowed to.
+// Runs ckptconv on the chosen files. Only the needed ranges are read. The policy of the page forbids all connections.
 import { loadPyodide } from "./pyodide.mjs";
 
-const NESTING = 400; // the stack of a browser ends at some 700 levels
+const NESTING = 400; // the stack of a browser overflows at about 700 levels
 const given = new Map(); // files that Pyodide fetches by name; the page has sent them already
 const unbound = self.fetch;
-const FOLDER = "/files/FOLDER"; // where Python finds the chosen files; a browser does not tell which folder they are from
+const FOLDER = "/files/FOLDER"; // the path of the chosen files in Python; browsers do not reveal the real one
 let bridge;
 let files = new Map(); // the chosen files, by their paths in FOLDER
-let nread = 0, unreadable = ""; // in this call: bytes that were read, and a file that could not be
+let nread = 0, unreadable = ""; // in the current call: the bytes that were read, and a file that cannot be read
 
-const enforced = unbound.call(self, "data:,").then(() => false, () => true); // a data: URL leaves no machine
+const enforced = unbound.call(self, "data:,").then(() => false, () => true); // a data: URL causes no network traffic
 
 self.fetch = async (asked) => {
   const name = String(asked.url ?? asked).split("/").pop();
@@ -42,7 +42,7 @@ async function start(engine) {
   return { enforced: await enforced };
 }
 
-// Notes how much is read, and which file could not be. Reads are synchronous, which browsers allow only in workers.
+// Counts the bytes that are read, and records a file that cannot be read. Only workers may read synchronously.
 function watch(FS, { EIO }) {
   const operations = FS.filesystems.WORKERFS.stream_ops, read = operations.read;
   operations.read = (stream, ...where) => {
@@ -50,14 +50,14 @@ function watch(FS, { EIO }) {
       const done = read(stream, ...where);
       nread += done;
       return done;
-    } catch (error) { // of the browser: the file has changed, or is gone
+    } catch (error) { // the file was changed or deleted
       unreadable = stream.node.name;
       throw new FS.ErrnoError(EIO);
     }
   };
 }
 
-// Mounts `dropped`, pairs of a path and a file, where Python reads them. Gives the paths of the checkpoints.
+// Mounts `dropped`, pairs of a path and a file, for Python. Returns the paths of the checkpoints.
 function open({ dropped }) {
   const { FS } = bridge.python;
   bridge.of.forget();

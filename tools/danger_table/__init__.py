@@ -1,1 +1,1 @@
-"""How the table of dangerous functions is made."""
+"""The program that makes the table of dangerous functions."""

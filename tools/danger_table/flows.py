@@ -1,9 +1,9 @@
-"""What becomes of the arguments of each function: whether they reach something that does harm, or look a name up.
+"""Follow the arguments of each function: do they reach something harmful, or do they look up a name?
 
-A *label* is a bit for each parameter. Variables carry the labels of what was assigned to them, wherever in the
-function that is; a call's result those of its arguments. A function whose parameter reaches an argument of something
-harmful is harmful itself, and so on through all calls that can be told apart. What is called on an object of
-unknown class is judged by its name.
+A *label* is a bit for each parameter. A variable has the labels of all values that are assigned to it anywhere in the
+function. The result of a call has the labels of its arguments. A function is harmful if one of its parameters reaches
+an argument of something harmful, through any number of calls whose targets are known. A method of an object of unknown
+class is judged by its name.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tools.danger_table.modules import (
 
 __all__ = ["Flows", "Verdicts", "judge"]
 
-#: Functions whose result tells next to nothing of what they are called with.
+#: Functions whose result reveals almost nothing about their arguments.
 _FORGETFUL = frozenset(["bool", "float", "hash", "id", "int", "isinstance", "issubclass", "len", "callable", "hasattr"])
-#: What calls its first argument with the others, now or later.
+#: Functions that call their first argument with the other arguments, now or later.
 _PASSING = frozenset(["functools.partial", "builtins.map", "builtins.filter"])
-_ROUNDS = 6  # assignments of assignments
+_ROUNDS = 6  # assignments can depend on other assignments
 _NAMELESS = frozenset([ast.Load, ast.Store, ast.Del, ast.Constant])
 _COLLECTED = frozenset(
     [
@@ -45,20 +45,22 @@ _COLLECTED = frozenset(
 
 @dataclass(slots=True)
 class Called:
-    """A call: of `what`, or of the method `method` of something, with the labels of object, arguments and keywords."""
+    """A call of `what`, or of the method `method` of an object, with the labels of the object, arguments and
+    keywords.
+    """
 
     what: list[Entity]
     method: str | None
     of: int
     args: list[int]
     keywords: dict[str | None, int]
-    through: bool  # an object: its method gets it as its first argument
+    through: bool  # whether a method is called through an instance, which is its first argument
     rest: int = 0  # the labels of ``*args``
 
 
 @dataclass
 class Flows:
-    """What one function does: its parameters, calls, and the calls of which it returns or calls the result."""
+    """The parameters and calls of a function, and the indexes of the calls whose result it returns or calls."""
 
     parameters: list[str]
     positional: int
@@ -69,7 +71,7 @@ class Flows:
 
 
 class _Reader:
-    """Reads one function."""
+    """A pass over the body of one function."""
 
     def __init__(self, library: Library, function: Function, node: FunctionNode) -> None:
         self.library = library
@@ -80,13 +82,13 @@ class _Reader:
         self.labels = {name: 1 << i for i, name in enumerate(self.flows.parameters)}
         self.own = self.flows.parameters[0] if self.owner and not function.is_static and self.flows.parameters else None
         self.imported: dict[str, list[Imported]] = defaultdict(list)
-        self.same: dict[str, list[Entity]] = {}  # local names for something elsewhere
-        self.made: dict[str, list[Class]] = {}  # variables that hold an instance
-        self.origins: dict[str, set[int]] = defaultdict(set)  # variables that hold the result of a call
+        self.same: dict[str, list[Entity]] = {}  # local names for functions, classes and modules
+        self.made: dict[str, list[Class]] = {}  # the classes of variables that contain an instance
+        self.origins: dict[str, set[int]] = defaultdict(set)  # the calls whose results variables contain
         self.inner: dict[str, FunctionNode] = {}
         self.assigned: list[tuple[ast.expr, ast.expr]] = []
         self.called: list[ast.Call] = []
-        self.given: list[ast.expr] = []  # what is returned
+        self.given: list[ast.expr] = []  # returned and yielded values
         self.looked_up: list[ast.Subscript] = []
         for each in _walk(node):
             if type(each) in _COLLECTED:
@@ -152,7 +154,7 @@ class _Reader:
             if getattr(call.func, "id", None) == "isinstance" and len(call.args) == 2:
                 self._narrow(*call.args)
             elif isinstance(call.func, ast.Attribute) and call.func.attr == "__init__" and self.own:
-                own = ast.Name(self.own, ast.Store())  # what the base's constructor gets, the object has
+                own = ast.Name(self.own, ast.Store())  # the arguments of the base's constructor end up in the instance
                 self.assigned += ((own, each) for each in [*call.args, *(word.value for word in call.keywords)])
         args = self.function.node.args
         defaulted = [*args.posonlyargs, *args.args][len(args.posonlyargs) + len(args.args) - len(args.defaults) :]
@@ -164,7 +166,9 @@ class _Reader:
                 self.same.setdefault(name.arg, []).extend(self.library.expression(default, self.function.module))
 
     def _narrow(self, value: ast.expr, classes: ast.expr) -> None:
-        """Note that a variable is an instance of one of `classes` where it is asked."""
+        """Record that `value`, if it is a variable, is an instance of one of `classes`, because the function tests
+        this.
+        """
         for each in classes.elts if isinstance(classes, ast.Tuple) else [classes]:
             if isinstance(value, ast.Name):
                 found = [entity for entity in self.entities(each) if isinstance(entity, Class)]
@@ -188,14 +192,14 @@ class _Reader:
                 self.labels[keyword.arg] = self.labels.get(keyword.arg, 0) | self.label(keyword.value)
 
     def label(self, node: ast.AST) -> int:
-        """The labels of an expression."""
+        """Return the labels of the expression `node`."""
         found = 0
         for name in self.names(node):
             found |= self.labels.get(name, 0)
         return found
 
     def names(self, node: ast.AST) -> tuple[str, ...]:
-        """The variables of which an expression is made."""
+        """Return the names of the variables in the expression `node` that its value depends on."""
         if isinstance(node, ast.Name):
             return (node.id,)
         if isinstance(node, (ast.Constant, ast.Compare)):
@@ -209,7 +213,7 @@ class _Reader:
         return known
 
     def _origins(self, node: ast.expr, numbers: dict[int, int]) -> set[int]:
-        """The calls whose result `node` is, or is made of."""
+        """Return the numbers of the calls whose result is the value of `node` or a part of it."""
         if isinstance(node, ast.Call):
             return {numbers[id(node)]}
         if isinstance(node, ast.Name):
@@ -225,7 +229,7 @@ class _Reader:
         return set()
 
     def entities(self, node: ast.expr) -> list[Entity]:
-        """What `node` is, as far as that can be told."""
+        """Return the modules, classes and functions that `node` can be, as far as they are known."""
         node = plain_attribute(node)
         if isinstance(node, ast.Name):
             if node.id in self.imported:
@@ -241,7 +245,7 @@ class _Reader:
         return []
 
     def objects(self, node: ast.expr) -> list[Entity]:
-        """What `node` is, or the class of which it is an instance."""
+        """Return the entities that `node` can be. For an instance, return its classes."""
         if isinstance(node, ast.Name):
             if node.id == self.own and self.owner:
                 return [self.owner]
@@ -283,7 +287,7 @@ class _Reader:
         return Called(what, method, of, args, keywords, through, rest)
 
     def _table(self, node: ast.Subscript) -> None:
-        """A key looked up in what holds modules or names is what ``getattr`` is."""
+        """Record a subscript of a table of modules or names as a call of ``getattr``."""
         text = ast.unparse(node.value) if isinstance(node.value, (ast.Attribute, ast.Call, ast.Name)) else ""
         if text in ("sys.modules", "globals()", "locals()") or text.endswith("__dict__") or text.startswith("vars("):
             self.flows.calls.append(
@@ -293,7 +297,7 @@ class _Reader:
 
 
 def _defaults(args: ast.arguments) -> Iterator[tuple[str, ast.expr | None]]:
-    """The parameters that have a default, and those."""
+    """Yield each parameter that can have a default, and the default or None."""
     positional = [*args.posonlyargs, *args.args]
     for name, default in zip(reversed(positional), reversed(args.defaults), strict=False):
         yield name.arg, default
@@ -302,7 +306,7 @@ def _defaults(args: ast.arguments) -> Iterator[tuple[str, ast.expr | None]]:
 
 
 def _parts(node: ast.AST) -> Iterable[ast.AST]:
-    """What the value of an expression is made of."""
+    """Return the nodes that the value of an expression depends on."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FORGETFUL:
         return ()
     if isinstance(node, ast.IfExp):
@@ -311,7 +315,9 @@ def _parts(node: ast.AST) -> Iterable[ast.AST]:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """What `node` is made of, but for what has no name in it; several times as fast as ``ast.iter_child_nodes``."""
+    """Yield the children of `node`, without nodes that contain no name. This is much faster than
+    ``ast.iter_child_nodes``.
+    """
     for value in node.__dict__.values():
         if type(value) is list:
             for each in value:
@@ -345,8 +351,12 @@ def _parameters(node: FunctionNode) -> Flows:
 
 @dataclass
 class Verdicts:
-    """What was found of each function: the labels of parameters that do harm, and of those that look names up;
-    and functions that do harm whatever they are called with.
+    """The results for all functions.
+
+    Attributes:
+        harm: The labels of the parameters that reach something harmful.
+        look_up: The labels of the parameters that are looked up as names.
+        always: The functions that do harm with any arguments.
     """
 
     harm: dict[Function, int]
@@ -355,7 +365,7 @@ class Verdicts:
 
 
 def _read(library: Library, module: Module) -> Iterator[tuple[Function, Flows]]:
-    """What each function of `module` does."""
+    """Yield each function of `module` and its flows."""
     functions = library.of_module(module)
     bodies = library.bodies(module) if functions else {}
     for function in functions:
@@ -402,7 +412,7 @@ class _Judge:
         return self.verdicts
 
     def _judge(self, function: Function) -> bool:
-        """Look at all calls of `function`; whether more was found than before."""
+        """Judge all calls of `function`. Return whether more was found than before."""
         if self.is_harmless(str(function)):
             return False
         harm, look_up = self.verdicts.harm[function], self.verdicts.look_up[function]
@@ -438,7 +448,10 @@ class _Judge:
         return found
 
     def _targets(self, call: Called) -> list[tuple[Function, bool | None]]:
-        """The functions that `call` calls, and whether they get an object first; None where it is a new one."""
+        """Return the functions that `call` calls.
+
+        Each comes with a flag: whether the object is passed as the first argument, or None if the object is new.
+        """
         found: list[tuple[Function, bool | None]] = []
         for each in call.what:
             if isinstance(each, Function):
@@ -449,7 +462,7 @@ class _Judge:
         return found
 
     def _bound(self, call: Called, target: Function, harmful: int, through: bool | None) -> int:
-        """The labels of what `call` gives to the `harmful` parameters of `target`."""
+        """Return the labels of the arguments of `call` that are bound to the `harmful` parameters of `target`."""
         if not harmful:
             return 0
         flows = self.flows[target]
@@ -490,5 +503,8 @@ def judge(
     is_alone: Callable[[str], bool],
     sink_methods: Iterable[str],
 ) -> Verdicts:
-    """Judge all functions of `library` by the names of what does harm; callers of what does it alone are not judged."""
+    """Judge all functions of `library`. The predicates get full names.
+
+    Callers of a function for which `is_alone` is true are not judged by it.
+    """
     return _Judge(library, is_harmful, is_harmless, is_alone, sink_methods).run(is_always)

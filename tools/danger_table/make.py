@@ -1,10 +1,10 @@
-"""Make ``ckptconv/checkpoint/dangerous_globals.txt``: what Python, torch and what they need lend that does harm.
+"""Make ``ckptconv/checkpoint/dangerous_globals.txt``: the harmful globals of Python, torch and their dependencies.
 
-    python -m tools.danger_table.make                     for the Python, torch and numpy at hand, added to the table
-    python -m tools.danger_table.make --stdlib FOLDER     for the standard library of another version too
-    python -m tools.danger_table.make --check             writes nothing; fails if something is not in the table
+    python -m tools.danger_table.make                     add the installed Python, torch and numpy to the table
+    python -m tools.danger_table.make --stdlib FOLDER     also add the standard library of another version
+    python -m tools.danger_table.make --check             write nothing; fail if the table lacks an entry
 
-Nothing that is looked at is imported or run. Syntax trees are held for one module at a time.
+The modules are parsed, but never imported or run. Only one module's syntax trees are in memory at a time.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ __all__ = ["PACKAGES", "PYTHON", "STDLIB", "Table", "entries", "main", "read_tab
 
 TABLE = Path(__file__).resolve().parents[2] / "ckptconv" / "checkpoint" / "dangerous_globals.txt"
 STDLIB = Path(os.__file__).parent
-PYTHON = platform.python_version()  # their libraries change between patches
+PYTHON = platform.python_version()  # the standard library changes between patch releases
 
-#: torch, and what it and the command line need: installed wherever checkpoints are loaded with it.
+#: torch, its dependencies, and those of the command line.
 PACKAGES = (
     "torch", "numpy", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock", "typing_extensions",
     "setuptools", "pkg_resources", "_distutils_hack", "pip", "safetensors", "click", "rich",
 )  # a table  # fmt: skip
 
-#: Dangerous as a whole, by the list in the package; or no module that anybody imports.
+#: Packages that the list in ckptconv covers completely, and modules that nobody imports.
 _WITHOUT = (
     "antigravity", "distutils.tests", "idlelib.idle_test", "lib2to3.tests", "site-packages", "test", "this",
     "ctypes.test", "sqlite3.test", "tkinter.test", "unittest.test", "turtledemo",
     "torch.testing._internal", "torch._inductor", "torch._vendor", "pip", "setuptools", "pkg_resources",
     "_distutils_hack",
-    "sympy",  # evaluates texts wherever it is called with one, and is judged by that
+    "sympy",  # evaluates every text that it is called with; one rule covers the package
 )  # a table  # fmt: skip
 
 _NO_METHOD = frozenset("=<()[]?")
-#: Objects of these are inside of compilers and build tools: no function gives one.
+#: Internals of compilers and build tools. No function returns their objects.
 _INNER = ("torch._dynamo", "torch._export", "numpy.distutils", "torch.onnx", "torch.jit")
-#: What dicts, texts and tensors have as well; ``replace`` of a path is worse than that of a text.
+#: Methods that dicts, strings and tensors also have. ``replace`` is not one of them, because paths have it, too.
 _EVERYDAY = frozenset([*dir(dict), *dir(list), *dir(set), *dir(str), "backward", "type"]) - {"replace"}
 
 _HEAD = """\
@@ -64,7 +64,7 @@ _HEAD = """\
 
 
 def walked(stdlib: Path, packages: Iterable[str]) -> Library:
-    """The modules of Python in the folder `stdlib`, and of `packages`, as far as they are installed."""
+    """Read the modules of Python in the folder `stdlib`, and of the installed ones of `packages`."""
     library = Library()
     read_library(library, stdlib, without=[*_WITHOUT, *_tests(stdlib)])
     for name in packages:
@@ -79,14 +79,16 @@ def walked(stdlib: Path, packages: Iterable[str]) -> Library:
 
 
 def _tests(folder: Path, prefix: str = "") -> Iterator[str]:
-    """The packages below `folder`, which is the package `prefix`, that have its tests."""
+    """Yield the names of the test packages below `folder`, which is the package `prefix`."""
     for path in folder.rglob("tests"):
         yield ".".join([*([prefix] if prefix else []), *path.relative_to(folder).parts])
 
 
 def entries(library: Library, known: Mapping[str, Container[str]] = MappingProxyType({})) -> dict[str, set[str]]:
-    """What the modules of `library` have that does harm, as the table says it. `known` is what the table has of other
-    versions: a module that lends one of these functions has it, too.
+    """Return the harmful entries of each module of `library`, in the notation of the table.
+
+    `known` contains the entries of the table for other versions. A module that exports one of these functions gets an
+    entry, too.
     """
     verdicts = flows.judge(
         library,
@@ -129,7 +131,9 @@ class _Entries:
         return self.found
 
     def in_c(self, full: str) -> None:
-        """Note what is called `full`, which no source tells of; a class stands before its method."""
+        """Add an entry for the C function with the name `full`. For a method, the name of the class is part of the
+        entry.
+        """
         module, _, name = full.rpartition(".")
         if module.rpartition(".")[2][:1].isupper():
             module, _, owner = module.rpartition(".")
@@ -143,7 +147,10 @@ class _Entries:
         return bool(found.harm[function] or found.look_up[function] or function in found.always)
 
     def made_harmful(self, made: Class) -> str | None:
-        """How instances of `made` do harm: when they go, without anything; by the argument of a constructor."""
+        """Return the mark of the class `made` if its instances do harm, or None.
+
+        The mark is empty for a finalizer. Otherwise it names the constructor whose argument is harmful.
+        """
         finalizers = self.library.member(made, "__del__")
         if any(isinstance(each, Function) and self.is_harmful(each) for each in finalizers):
             return ""
@@ -157,7 +164,7 @@ class _Entries:
         return None
 
     def inherit(self) -> None:
-        """Note classes that have what is harmful from their bases."""
+        """Add the classes that inherit harmful methods."""
         before = -1
         while before != len(self.classes):
             before = len(self.classes)
@@ -168,9 +175,9 @@ class _Entries:
                     self.found[each.module.name] |= {f"{each.name}<{base}" for base in bases}
 
     def lent(self, module: Module) -> None:
-        """What `module` has of others: functions, classes; and tables of its own."""
+        """Add the harmful functions and classes that `module` imports, and its own mutable tables."""
         found = self.found[module.name]
-        for full in primitives.HARMFUL:  # of a module in C of which everything is imported, nothing else is known
+        for full in primitives.HARMFUL:  # the only known names of a C module that is imported with *
             of, _, name = full.rpartition(".")
             if name and of in module.stars and of not in self.library.modules and not name.startswith("_"):
                 found.add(name)
@@ -180,7 +187,7 @@ class _Entries:
         for name, bound in module.bound.items():
             if any(is_table(each) for each in bound) and not name.startswith("__"):
                 found.add(f"{name}[]")
-            for each in bound:  # an object of a class that is known, made when the module is imported
+            for each in bound:  # an instance of a known class, created at import time
                 if isinstance(each, ast.Call):
                     found |= {
                         f"{name}={of}"
@@ -201,8 +208,9 @@ class _Entries:
 
 
 def methods(found: dict[str, set[str]]) -> set[str]:
-    """The names of methods that do harm, of classes whose instances can be had without naming what is dangerous: what
-    a method is judged by where nobody knows what it is a method of.
+    """Return the names of harmful methods whose instances a pickle can get without a dangerous global.
+
+    A method of an object of unknown class is judged by these names.
     """
     found_names = set()
     for module, words in found.items():
@@ -217,7 +225,7 @@ def methods(found: dict[str, set[str]]) -> set[str]:
 
 
 def aliases(library: Library) -> dict[str, set[str]]:
-    """Names under which modules stand in other modules, where that is not their own."""
+    """Return the names under which modules import other modules, if these differ from the names of the modules."""
     found: dict[str, set[str]] = defaultdict(set)
     for module in library.modules.values():
         for name in module.bound:
@@ -230,8 +238,13 @@ def aliases(library: Library) -> dict[str, set[str]]:
 
 @dataclass
 class Table:
-    """The table: the packages that it tells of, and the versions of Python whose whole library was read; names under
-    which modules stand in others; what each module has.
+    """The content of the table.
+
+    Attributes:
+        packages: The packages that were read.
+        pythons: The versions of Python whose complete standard library was read.
+        names: The modules for each name under which they are imported elsewhere.
+        found: The entries of each module.
     """
 
     packages: set[str] = field(default_factory=set)
@@ -240,7 +253,7 @@ class Table:
     found: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def add(self, library: Library) -> list[str]:
-        """Add what the modules of `library` have; what of it is new."""
+        """Add the entries of the modules of `library`. Return the new ones."""
         new = []
         for module, words in entries(library, self.found).items():
             new += [f"{module} {word}" for word in sorted(words - self.found[module])]
@@ -250,7 +263,7 @@ class Table:
         return new
 
     def text(self) -> str:
-        """The table as it stands in the file."""
+        """Return the text of the file."""
         heads = {
             "packages": self.packages,
             "pythons": self.pythons,
@@ -264,7 +277,7 @@ class Table:
 
 
 def read_table(path: Path = TABLE) -> Table:
-    """The table at `path`; an empty one where there is none."""
+    """Return the table in the file `path`. Without a file, return an empty table."""
     table = Table()
     for line in path.read_text("utf-8").splitlines() if path.is_file() else ():
         head, *words = line.split()
@@ -278,8 +291,8 @@ def read_table(path: Path = TABLE) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Make the table anew, or check it; the exit status."""
-    gc.disable()  # nothing of what is read becomes garbage
+    """Update the table, or check it. Return the exit status."""
+    gc.disable()  # no syntax tree becomes garbage
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--stdlib", action="append", default=[], type=Path, help="the folder of another version")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if something is not in the table")

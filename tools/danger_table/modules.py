@@ -1,6 +1,6 @@
-"""Read the source of Python's and other libraries' modules, and say what a name in one of them is. Imports none.
+"""Parse the modules of Python and other libraries, and resolve names in them. No module is imported.
 
-What a module can bind to a name in one of several ways (by platform, by version) is all of these.
+A module can bind a name in several ways, for example for each platform. Then the name resolves to all of them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 __all__ = ["Class", "Entity", "External", "Function", "Library", "Module", "plain_attribute", "read_library"]
 
-_DEEPEST = 12  # re-exports of re-exports
+_DEEPEST = 12  # re-exports in a chain
 _BUILTINS = frozenset(dir(builtins))
-_PLAIN = frozenset(["builtins.object", "abc.ABC", "typing.Generic", "typing.Protocol"])  # bases without methods
+_PLAIN = frozenset(["builtins.object", "abc.ABC", "typing.Generic", "typing.Protocol"])  # bases without harmful methods
 _TABLES = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 
 FunctionNode: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
@@ -24,13 +24,13 @@ FunctionNode: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
 
 @dataclass(eq=False)
 class Module:
-    """One module: its name, its source, what it binds to names (expressions, classes, functions, imports)."""
+    """A module: its name, its source, and the expressions, classes, functions and imports that it binds to names."""
 
     name: str
     is_package: bool
     source: bytes
     bound: dict[str, list[object]] = field(default_factory=dict)
-    stars: list[str] = field(default_factory=list)  # modules of which it imports everything
+    stars: list[str] = field(default_factory=list)  # modules from which it imports everything
 
     def __str__(self) -> str:
         return self.name
@@ -38,13 +38,13 @@ class Module:
 
 @dataclass(eq=False)
 class Class:
-    """A class: where it is, its bases as expressions, what its body binds."""
+    """A class: its module and name, its bases as expressions, and the values that its body binds to names."""
 
     module: Module
     name: str
     bases: list[ast.expr]
     bound: dict[str, list[object]] = field(default_factory=dict)
-    kept: dict[str, list[ast.expr]] = field(default_factory=dict)  # what its methods assign to attributes of ``self``
+    kept: dict[str, list[ast.expr]] = field(default_factory=dict)  # values that its methods assign to ``self``
 
     def __str__(self) -> str:
         return f"{self.module.name}.{self.name}"
@@ -52,7 +52,9 @@ class Class:
 
 @dataclass(eq=False)
 class Function:
-    """A function or method, with its class if it has one. Its ``node`` has no body: all together take gigabytes."""
+    """A function or method, and the class of a method. The body of ``node`` is empty, because all bodies take
+    gigabytes.
+    """
 
     module: Module
     name: str
@@ -66,7 +68,9 @@ class Function:
 
 @dataclass(frozen=True)
 class External:
-    """What no source tells of: a builtin, something in C, a module that was not read. ``name`` is its full name."""
+    """An object without known source: a builtin, a C function or a module that was not read. ``name`` is its
+    full name.
+    """
 
     name: str
 
@@ -76,7 +80,7 @@ class External:
 
 @dataclass(frozen=True)
 class Imported:
-    """``from module import name``; a module itself where there is no name."""
+    """``from module import name``, or ``import module`` if `name` is None."""
 
     module: str
     name: str | None
@@ -86,7 +90,7 @@ Entity: TypeAlias = "Module | Class | Function | External"
 
 
 class Library:
-    """Modules by their names, and what names in them are."""
+    """The modules by name, and the resolution of names in them."""
 
     def __init__(self) -> None:
         self.modules: dict[str, Module] = {}
@@ -96,7 +100,12 @@ class Library:
         self._known: dict[tuple[int, str], list[Entity]] = {}
 
     def add(self, name: str, source: bytes, *, is_package: bool) -> None:
-        """Read the `source` of the module `name`. Raises SyntaxError, ValueError."""
+        """Parse the `source` of the module `name`.
+
+        Raises:
+            SyntaxError: The source is not valid Python.
+            ValueError: The source contains null bytes.
+        """
         module = self.modules[name] = Module(name, is_package, source)
         known = len(self.functions)
         self._body(ast.parse(source).body, module, None, "")
@@ -105,11 +114,11 @@ class Library:
             function.node.body = []
 
     def of_module(self, module: Module) -> list[Function]:
-        """The functions and methods of `module`, but those in functions."""
+        """Return the functions and methods of `module`, without nested functions."""
         return self._by_module.get(module.name, [])
 
     def bodies(self, module: Module) -> dict[tuple[int, int], FunctionNode]:
-        """The functions of `module` with their bodies, by line and column."""
+        """Return the functions of `module` with their bodies, by line and column."""
         return {
             (node.lineno, node.col_offset): node
             for node in _bodies(ast.parse(module.source).body)
@@ -142,13 +151,13 @@ class Library:
                     bound.setdefault(name, []).append(value)
 
     def named(self, module: Module, name: str, depth: int = 0) -> list[Entity]:
-        """What `name` is in `module`, all that it can be."""
+        """Return all entities that `name` can be in `module`."""
         key = (id(module), name)
         if key in self._known:
             return self._known[key]
         if depth > _DEEPEST:
             return []
-        self._known[key] = []  # against circles
+        self._known[key] = []  # in case of circular imports
         found: list[Entity] = []
         for each in module.bound.get(name, ()):
             found += self._meant(each, module, depth + 1)
@@ -169,7 +178,9 @@ class Library:
         return self._known[key]
 
     def exported(self, module: Module, seen: frozenset[str] = frozenset()) -> set[str]:
-        """The names that `module` has: what it binds, and what the modules have of which it imports everything."""
+        """Return the names of `module`: those that it binds, and the public ones of modules from which it imports
+        everything.
+        """
         found = set(module.bound)
         for star in module.stars:
             of = self.modules.get(star)
@@ -188,11 +199,11 @@ class Library:
         return []
 
     def module(self, name: str) -> Module | External:
-        """The module `name`, read or not."""
+        """Return the module `name`. If it was not read, return an external entity."""
         return self.modules.get(name) or External(name)
 
     def expression(self, node: ast.expr, module: Module, depth: int = 0) -> list[Entity]:
-        """What a name with or without dots is in `module`; or ``getattr`` of such a name and a text."""
+        """Return the entities of a name in `module`, with or without dots, or of a ``getattr`` with a constant name."""
         node = plain_attribute(node)
         if isinstance(node, ast.Name):
             return self.named(module, node.id, depth)
@@ -205,7 +216,7 @@ class Library:
         return []
 
     def attribute(self, of: Entity, name: str, depth: int = 0) -> list[Entity]:
-        """What the attribute `name` of `of` is."""
+        """Return the entities of the attribute `name` of `of`."""
         if isinstance(of, External):
             full = f"{of.name}.{name}"
             return [self.modules.get(full) or External(full)]
@@ -219,7 +230,7 @@ class Library:
         return []
 
     def member(self, of: Class, name: str, depth: int = 0) -> list[Entity]:
-        """The member `name` of the class `of`, its own or the first base's that has one."""
+        """Return the entities of the member `name` of the class `of`, or of the first base that has this member."""
         if name in of.bound:
             return [found for each in of.bound[name] for found in self._meant(each, of.module, 0)]
         for base in self.bases(of) if depth < _DEEPEST else ():
@@ -230,19 +241,21 @@ class Library:
         return []
 
     def held(self, of: Class, name: str, depth: int = 0) -> list[Entity]:
-        """The names that methods of the class `of` or of its bases assign to the attribute `name` of ``self``."""
+        """Return the entities that methods of the class `of`, or of its bases, assign to the attribute `name` of
+        ``self``.
+        """
         if name in of.kept:
             return [found for each in of.kept[name] for found in self.expression(each, of.module)]
         bases = self.bases(of) if depth < _DEEPEST else []
         return [found for base in bases if isinstance(base, Class) for found in self.held(base, name, depth + 1)]
 
     def bases(self, of: Class) -> list[Entity]:
-        """The bases of the class `of` that can be told."""
+        """Return the known bases of the class `of`."""
         return [base for node in of.bases for base in self.expression(node, of.module) if base is not of]
 
 
 def plain_attribute(node: ast.expr) -> ast.expr:
-    """``x.y`` for ``getattr(x, "y")``; everything else as it is."""
+    """Return ``x.y`` for ``getattr(x, "y")``, and every other expression unchanged."""
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and len(node.args) > 1:
         name = node.args[1]
         if isinstance(name, ast.Constant) and isinstance(name.value, str):
@@ -251,7 +264,7 @@ def plain_attribute(node: ast.expr) -> ast.expr:
 
 
 def _keep(function: Function, owner: Class) -> None:
-    """Note what `function` assigns to attributes of its first parameter, where that is the name of something else."""
+    """Record the names that `function` assigns to attributes of its first parameter, in the class `owner`."""
     args = function.node.args.args
     for node in _bodies(function.node.body) if args else ():
         if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)):
@@ -261,7 +274,7 @@ def _keep(function: Function, owner: Class) -> None:
 
 
 def _bodies(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of `body`, and those in them, in no order."""
+    """Yield the statements of `body` and all statements nested in them, in no particular order."""
     todo = list(body)
     while todo:
         node = todo.pop()
@@ -273,7 +286,7 @@ def _bodies(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of `body`, those under conditions too."""
+    """Yield the statements of `body`, including those of conditions, loops, ``with`` and ``try``."""
     for node in body:
         if isinstance(node, (ast.If, ast.Try, ast.With, ast.For, ast.While)):
             for part in ("body", "orelse", "finalbody"):
@@ -284,7 +297,7 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def imports(node: ast.Import | ast.ImportFrom, module: Module) -> Iterator[tuple[str, Imported]]:
-    """What `node` in `module` binds."""
+    """Yield the names that the import `node` in `module` binds, and the imported objects."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             name = alias.asname or alias.name.split(".")[0]
@@ -309,7 +322,7 @@ def _assigned(node: ast.stmt) -> Iterator[tuple[str, object]]:
 
 
 def is_table(bound: object) -> bool:
-    """Whether something that a module binds is a dict, a list or a set that it can change."""
+    """Return whether `bound` is a dict, list or set."""
     if isinstance(bound, ast.Call):
         name = bound.func.attr if isinstance(bound.func, ast.Attribute) else getattr(bound.func, "id", "")
         return name in ("dict", "list", "set", "defaultdict", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary")
@@ -317,9 +330,9 @@ def is_table(bound: object) -> bool:
 
 
 def read_library(library: Library, folder: Path, prefix: str = "", *, without: Iterable[str] = ()) -> None:
-    """Read all modules in `folder`, which is the package `prefix`, into `library`, but those `without` and below them.
+    """Read all modules in `folder`, which is the package `prefix`, into `library`.
 
-    A file that this Python cannot parse is left out.
+    Modules in `without`, and modules below them, are left out. So are files that this Python cannot parse.
     """
     left_out = set(without)
     for path in sorted(folder.iterdir()):

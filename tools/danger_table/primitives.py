@@ -1,4 +1,4 @@
-"""What does harm by itself: builtins, C functions, and calls by which Python's own modules do it. The rest follows."""
+"""The harmful functions from which all others follow: builtins, C functions, and some functions of Python's modules."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _OS = (
     "unsetenv", "utime", "write", "writev", "pwrite", "sendfile", "environ.update", "environ.__setitem__",
 )  # a table  # fmt: skip
 
-#: Full names. With a dot at the end: all below it.
+#: Full names. A name that ends with a dot stands for everything below it.
 HARMFUL = frozenset(
     [
         *(f"{module}.{name}" for module in ("os", "posix", "nt") for name in _OS),
         *(f"builtins.{name}" for name in ("__import__", "eval", "exec", "open", "execfile")),
-        # code
+        # running code
         *(f"{module}.{name}" for module in ("_pickle", "pickle", "cPickle") for name in (
             "load", "loads", "Unpickler", "_Unpickler", "_load", "_loads",
         )),
@@ -44,7 +44,7 @@ HARMFUL = frozenset(
         "socket.getnameinfo", "_socket.getaddrinfo", "_socket.gethostbyname", "_ssl.", "_posixshmem.",
         "_multiprocessing.", "_overlapped.",
         "numpy.fromfile", "numpy._core.multiarray.fromfile", "numpy._core._multiarray_umath.fromfile",
-        # torch's functions in C that read or write files, or compile and run what they are given
+        # C functions of torch that read or write files, or compile and run their arguments
         *(f"torch._C.{name}" for name in (
             "CompilationUnit", "DeserializationStorageContext", "PyTorchFileReader", "PyTorchFileWriter",
             "_aoti.", "_create_module_with_type", "_get_graph_executor_optimize", "_import_ir_module_from_package",
@@ -57,13 +57,13 @@ HARMFUL = frozenset(
             "_distributed_c10d.FileStore", "_distributed_c10d.TCPStore", "_distributed_rpc.",
         )),
         "xml.sax.parse",
-        "networkx.utils.decorators.open_file",  # a decorator that opens an argument
+        "networkx.utils.decorators.open_file",  # a decorator that opens a file argument
         "torch.from_file", "torch.UntypedStorage.from_file", "torch._C.StorageBase.from_file",
         "torch._C._VariableFunctions.from_file", "torch.ops.load_library", "torch.classes.load_library",
     ]
 )  # a table  # fmt: skip
 
-#: What does harm whatever it is called with.
+#: Functions that do harm with any arguments.
 ALWAYS = frozenset(
     [
         *(f"{module}.{name}" for module in ("os", "posix", "nt") for name in ("_exit", "abort", "fork", "forkpty")),
@@ -71,7 +71,7 @@ ALWAYS = frozenset(
     ]
 )  # a table  # fmt: skip
 
-#: Methods that do harm, whatever they are methods of: what they are called on or with comes from outside.
+#: Names of methods that count as harmful for objects of any class.
 METHODS = frozenset(
     [
         "CDLL", "check_call", "check_output", "copyfile", "create_module",
@@ -83,24 +83,24 @@ METHODS = frozenset(
     ]
 )  # a table  # fmt: skip
 
-#: What does harm, but not on behalf of all that calls it.
+#: Harmful functions whose callers are not harmful.
 ALONE = frozenset(
     [
-        "torch.distributed.distributed_c10d._tensor_to_object",  # callers give it what other processes have sent
+        "torch.distributed.distributed_c10d._tensor_to_object",  # callers pass data that other processes have sent
     ]
 )  # a table  # fmt: skip
 
-#: Methods that do harm and are written in C, or stand for such: arrays and storages that are written to files.
+#: Harmful methods that are written in C, or stand for such methods: they write arrays and storages to files.
 IN_C = frozenset(["_share_filename_cpu_", "_write_file", "dump", "tofile"])
 
 
 def is_alone(name: str) -> bool:
-    """Whether the function called `name`, in full, does harm, and what calls it none."""
+    """Return whether the function with the full name `name` is harmful, but not its callers."""
     return name in ALONE
 
 
 def is_harmful(name: str) -> bool:
-    """Whether what is called `name`, in full, does harm with what it is given."""
+    """Return whether the object with the full name `name` does harm with its arguments."""
     if name in HARMFUL:
         return True
     words = name.split(".")
@@ -108,29 +108,29 @@ def is_harmful(name: str) -> bool:
 
 
 def is_always(name: str) -> bool:
-    """Whether what is called `name`, in full, does harm whatever it is given."""
+    """Return whether the object with the full name `name` does harm with any arguments."""
     return name in ALWAYS
 
 
-#: Looked at, and harmless: what they give to the rest is checked, or a text that is only shown.
+#: Reviewed and harmless: they check the arguments that they pass on, or only display them.
 HARMLESS = frozenset(
     [
-        "collections.namedtuple",  # evaluates names that it has checked to be identifiers
+        "collections.namedtuple",  # evaluates only names that are valid identifiers
         "typing.NamedTuple", "typing._make_nmtuple",
         "warnings.warn", "warnings.warn_explicit", "warnings._showwarnmsg", "warnings._deprecated",
-        "zoneinfo.",  # reads files below the folders of time zones alone
-        # what they evaluate or read is the text of functions that are there
+        "zoneinfo.",  # reads only files below the folders of time zones
+        # evaluate or read only the source of existing functions
         "inspect._signature_fromstr", "inspect.get_annotations", "inspect.findsource", "inspect.getsourcefile",
-        # what torch.save writes of a model that torch.compile gave: they compile functions that are there
+        # torch.save writes these for compiled models; they only compile existing functions
         *(f"torch._dynamo.eval_frame.{name}." for name in (
             "OptimizedModule", "OptimizeContext", "_TorchDynamoContext",
         )),
         *(f"torch._dynamo.convert_frame.{name}." for name in (
             "CatchErrorsWrapper", "ConvertFrame", "ConvertFrameAssert",
         )),
-        # looks the module of a device up, and tells the other processes of the run
+        # looks up the module of a device, and notifies the other processes of the run
         "torch.distributed._shard.sharded_tensor.api.ShardedTensor.",
-        # what is looked up must be a module or a parameter, and is given back only then
+        # the result must be a module or a parameter
         *(f"torch.nn.modules.module.Module.{name}" for name in (
             "__setattr__", "get_buffer", "get_parameter", "get_submodule", "set_submodule",
         )),
@@ -139,6 +139,6 @@ HARMLESS = frozenset(
 
 
 def is_harmless(name: str) -> bool:
-    """Whether the function called `name`, in full, was looked at and found harmless."""
+    """Return whether the function with the full name `name` was reviewed and found harmless."""
     words = name.split(".")
     return name in HARMLESS or any(".".join(words[:end]) + "." in HARMLESS for end in range(1, len(words)))

@@ -7,19 +7,19 @@
   const MEASURES = { bytes: "bytes", parameters: "parameters", count: "tensors" };
   const ROW = 28; // pixels of a row of the table
   const ROWS_OPEN = 18; // rows of the tree that are open at first
-  const AT_ONCE = 100; // children that a branch of the tree shows before it asks
-  const AT_MOST = 12; // words of a fact that can be asked for
-  const LEAST_AREA = 90; // square pixels, below which what is inside is not drawn
-  const FEW = 500, AREAS = 60; // tensors that the map shows one by one, and areas of the first view of more
-  const MATCHES = 20; // tensors to which the tree is opened by a search
-  const UNLIKE = "× usual", FAR = 3; // a column, and what of it is listed above
-  const ALIKE = 3; // neighbours that are folded if they are alike
-  const HIDDEN = /[\p{C}\p{Zl}\p{Zp}]/gu; // characters that nobody would see, or that turn others round
+  const AT_ONCE = 100; // children of a branch that the tree shows at first
+  const AT_MOST = 12; // words of a fact that the filter offers
+  const LEAST_AREA = 90; // square pixels; the content of smaller cells is not drawn
+  const FEW = 500, AREAS = 60; // the most tensors that are all drawn, and the number of cells if there are more
+  const MATCHES = 20; // the tree is opened for a search with at most this many results
+  const UNLIKE = "× usual", FAR = 3; // a column, and the least value that is listed above the table
+  const ALIKE = 3; // the least number of similar neighbors that are folded
+  const HIDDEN = /[\p{C}\p{Zl}\p{Zp}]/gu; // invisible characters, and those that change the direction of others
 
-  // Texts: everything that a file says goes through textContent, with what cannot be seen in escapes.
+  // Texts: all texts from the file are set as textContent, with escapes for invisible characters.
 
   const shown = (text) => String(text).replace(HIDDEN, (c) => "\\u{" + c.codePointAt(0).toString(16) + "}");
-  const short = (text, most) => // cuts no character in half
+  const short = (text, most) => // does not split surrogate pairs
     text.length <= most ? text : text.slice(0, most * 0.6).replace(/\p{Cs}$/u, "") + "…" + text.slice(-most * 0.4).replace(/^\p{Cs}/u, "");
 
   function make(tag, attributes, ...below) {
@@ -32,7 +32,7 @@
     return element;
   }
 
-  const named = (text, most = 120) => // a long name breaks after its points
+  const named = (text, most = 120) => // a long name can break after dots and slashes
     make("span", { class: "name" }, ...short(shown(text), most).split(/(?<=[./])/).flatMap((piece, n) => (n ? [make("wbr"), piece] : [piece])));
 
   function size(n) {
@@ -61,7 +61,7 @@
   }
 
   const total = columns.paths.length / 2;
-  const unpacked = (list) => (list && list.length === 1 ? Array(total).fill(list[0]) : list); // equal items are one
+  const unpacked = (list) => (list && list.length === 1 ? Array(total).fill(list[0]) : list); // one item stands for all tensors if they are equal
   for (const each of [...columns.sides, ...columns.facts]) for (const key of ["at", "numbers"]) each[key] = unpacked(each[key]);
   columns.tied = unpacked(columns.tied);
   if (columns.storage === "each") columns.storage = [...columns.tied.keys()];
@@ -81,7 +81,7 @@
   const tensors = [];
   for (let i = 0, before = ""; i < total; i++) {
     before = before.slice(0, columns.paths[2 * i]) + columns.paths[2 * i + 1];
-    const extents = columns.sides.map((side) => side.words[side.at[i]] || null); // bytes, elements, and whether they count, in each file
+    const extents = columns.sides.map((side) => side.words[side.at[i]] || null); // in each file: bytes, elements, and whether they are counted (not for ties)
     tensors.push({
       i, path: before, extents, tied: columns.tied[i], bad: bads.some((fact) => nonzero(fact.numbers[i])),
       nbytes: Math.max(...extents.map((each) => (each ? each[0] : 0))),
@@ -89,7 +89,7 @@
     });
   }
   const numbersOf = (name) => (columns.sides.length === 1 && facts.find((fact) => fact.name === name) || { numbers: null }).numbers;
-  if (numbersOf("max")) { // what follows from the values: the largest magnitude, and who is unlike its kind
+  if (numbersOf("max")) { // computed columns: the largest magnitude, and the factor to the usual value
     const low = numbersOf("min").map(worth), top = numbersOf("max").map((n, i) => (n === null ? null : Math.max(Math.abs(worth(n)), Math.abs(low[i]))));
     const unlike = unlikeness([top, numbersOf("std").map(worth)]);
     const insert = (before, name, numbers) => facts.splice(facts.findIndex((fact) => fact.name === before), 0, { name, numbers, table: true });
@@ -99,7 +99,7 @@
     if (far.length) data.lists.push({ label: "outliers", groups: far.slice(0, 6).map(([, i]) => [i]), says: far.map(([n]) => n.toPrecision(2) + " × the median of other layers"), of: far.length });
   }
 
-  function unlikeness(measures) { // by what factor one of `measures` is off the median of the tensors that have the same name in other layers
+  function unlikeness(measures) { // the largest factor between one of `measures` and its median in other layers, for each tensor
     const kinds = new Map(), part = facts.find((fact) => fact.name === "part"), shape = facts.find((fact) => fact.name === "shape");
     for (const each of tensors) {
       const key = each.path.replace(/\d+/g, "#") + said(shape, each.i);
@@ -125,7 +125,7 @@
   const mates = (each) => (tiedTo.get(each.tied < 0 ? each.i : each.tied) || []).filter((i) => i !== each.i);
 
   function branch(name, path, above) {
-    const sides = columns.sides.map(() => ({ bytes: 0, parameters: 0, count: 0 })); // in each file, and the larger of them
+    const sides = columns.sides.map(() => ({ bytes: 0, parameters: 0, count: 0 })); // in each file
     return { name, path, above, below: [], tensor: null, sides, bytes: 0, parameters: 0, count: 0, bad: 0, kinds: null };
   }
   const root = branch("", "", null);
@@ -156,7 +156,7 @@
       if (each.bad) node.bad++;
     }
   }
-  const FORMS = new Map(); // what is alike below two branches has one number
+  const FORMS = new Map(); // branches with the same content have the same number
   const told = facts.filter((fact) => fact.words);
   function form(node) {
     if (node.form === undefined) {
@@ -173,7 +173,7 @@
   const indexed = (nodes) => nodes.length > 2 && nodes.every((each) => INDEX.test(each.name));
   const digits = (node) => node.name.replace(/\D/g, "");
 
-  function together(above, members, name) { // neighbours as one branch
+  function together(above, members, name) { // one branch for several neighbors
     const node = { ...branch(name, above.path, above), members, below: members };
     for (const each of members) {
       for (const key of ["bytes", "parameters", "count", "bad"]) node[key] += each[key];
@@ -182,7 +182,7 @@
     return node;
   }
 
-  function kids(node) { // what is below, with at least ALIKE neighbours that are alike as one
+  function kids(node) { // the children of `node`; ALIKE or more similar neighbors are folded into one
     if (node.kids || node.members || !indexed(node.below)) return node.kids || node.below;
     const runs = [];
     for (const each of node.below) {
@@ -204,7 +204,7 @@
     return (each) => line.has(each) || (each.members || []).some((member) => line.has(member));
   }
 
-  function sole(node) { // what a chain of only children ends in
+  function sole(node) { // the first descendant of `node` with several children, or its tensor
     while (!node.tensor && node.below.length === 1) node = node.below[0];
     return node;
   }
@@ -215,9 +215,9 @@
   let measure = "bytes", colour, focus = sole(root), within = null, chosen = null, query = "", kept = 0;
   let order = { key: "bytes", up: false };
   const expanded = new Set([root]);
-  const opened = new Set(); // for a search
+  const opened = new Set(); // branches that a search has opened
   const more = new Map();
-  for (const fact of colours) { // those that have most bytes first, unless they have an order
+  for (const fact of colours) { // words without an order are sorted by bytes
     const sums = new Map();
     if (!fact.ordered) fact.words.forEach((word) => sums.set(word, 0));
     for (const each of tensors) {
@@ -226,7 +226,7 @@
     }
     fact.hues = fact.ordered ? fact.words.filter((word) => sums.has(word)) : [...sums].sort((a, b) => b[1] - a[1]).map(([word]) => word);
   }
-  // What can be coloured: words from the worst or most frequent on, the word of a tensor, and the colour of a word.
+  // The color scales: their words (the worst or most frequent first), the word of a tensor, and the color of a word.
   const KINDS = { "only in A": "--only-a", "only in B": "--only-b", shape: "--shape", values: "--values", dtype: "--dtype", device: "--device" };
   const scales = colours.map((fact) => {
     if (fact.name === "differs") {
@@ -234,12 +234,12 @@
       const there = new Set(tensors.map((each) => kind(each.i)));
       return { name: fact.name, words: [...Object.keys(KINDS), "other"].filter((each) => there.has(each)), word: kind, fill: (word) => KINDS[word] || "--other" };
     }
-    const apart = fact.hues.filter((word) => !/^(NaN|not known)/.test(word)); // the worst has the strongest colour
+    const apart = fact.hues.filter((word) => !/^(NaN|not known)/.test(word)); // the worst word has the strongest color
     const fill = (word) => (!fact.ordered ? "--c" + Math.min(fact.hues.indexOf(word), 7)
       : word.startsWith("NaN") ? "--broken" : word === "not known" ? "--other" : "--s" + Math.round(6 - (6 * apart.indexOf(word)) / Math.max(apart.length - 1, 1)));
     return { name: fact.name, words: fact.hues, word: (i) => said(fact, i), fill, worst: fact.ordered };
   });
-  for (const [name, text] of [["std"], ["norm"], ["zeros", "share of zeros"], [UNLIKE]]) { // values of tensors on a sequential scale
+  for (const [name, text] of [["std"], ["norm"], ["zeros", "share of zeros"], [UNLIKE]]) { // statistics have a sequential scale
     const fact = facts.find((each) => each.name === name);
     if (fact && columns.sides.length === 1) scales.push(stepped(text || name, (i) => {
       const n = worth(said(fact, i));
@@ -247,7 +247,7 @@
     }, text ? " %" : ""));
   }
 
-  function stepped(name, value, unit) { // seven steps from the least to the largest, equal factors if they are far apart
+  function stepped(name, value, unit) { // a scale with seven steps; logarithmic if the values are far apart
     const all = tensors.map((each) => value(each.i)).filter((n) => n !== null);
     const positive = all.filter((n) => n > 0), least = positive.reduce((a, b) => Math.min(a, b), Infinity), most = all.reduce((a, b) => Math.max(a, b), 0);
     const far = !unit && positive.length && most / least > 30, from = far ? least : unit ? 0 : least;
@@ -264,7 +264,7 @@
   const hue = (word) => (word === null ? "var(--panel)" : "var(" + colour.fill(word) + ")");
   const spread = (node, format) => arrow(node.sides.map((side) => format(side[measure])));
 
-  function main(node) { // the word that most of what is below has, or the worst if words have an order
+  function main(node) { // the word with the most bytes below `node`, or the worst if words have an order
     if (node.tensor) return colour.word(node.tensor.i);
     if (node.kinds && node.kinds[0] === colour) return node.kinds[1];
     const sums = new Map();
@@ -288,7 +288,7 @@
       range.selectNodeContents(code);
       getSelection().removeAllRanges();
       getSelection().addRange(range);
-      button.textContent = document.execCommand("copy") ? "Copied" : "Selected"; // works in frames of notebooks too
+      button.textContent = document.execCommand("copy") ? "Copied" : "Selected"; // also works in frames of notebooks
       setTimeout(() => { button.textContent = "Copy"; }, 1500);
     }
     return make("div", { class: "command" }, code, button);
@@ -363,7 +363,7 @@
     $("search").addEventListener("input", () => { query = $("search").value.toLowerCase(); search(); });
   }
 
-  const DEFINED = { // what the heads of the table mean
+  const DEFINED = { // explanations of the columns
     [UNLIKE]: "by what factor max |x| or std is off the median of the tensors with this name in other layers.",
     "max |A − B| / max |B|": "the largest difference, divided by the largest element of B in size.",
     "max |A − B| / |B|": "the largest of all differences divided by the element of B itself, which is huge if that element is nearly 0.",
@@ -402,9 +402,9 @@
     $("crumbs").replaceChildren(...parts, ": " + spread(focus, measured) + (focus === root ? "" : ", " + percent(focus[measure], root[measure])));
   }
 
-  // The map: cells with a node, a value and a place; some have cells below.
+  // The map: cells have a node, a value and a rectangle. Some contain cells.
 
-  function parts(node, area, of, room) { // the cells of what is below; neighbours too small to be seen are one
+  function parts(node, area, of, room) { // the cells inside the cell of `node`; small neighbors share a cell
     const whole = node.below.reduce((sum, each) => sum + of(each), 0) || 1;
     const least = Math.max(LEAST_AREA, area / room), cells = [];
     let few = [], value = 0;
@@ -424,12 +424,12 @@
     return cells;
   }
 
-  function span(nodes) { // what several neighbours are called
+  function span(nodes) { // the name of a cell with several neighbors
     const [from, to] = [nodes[0], nodes[nodes.length - 1]];
     return INDEX.test(from.name) && INDEX.test(to.name) ? digits(from) + "–" + digits(to) : from.name + " … " + to.name;
   }
 
-  function grown(top, pixels, of) { // opens cells, the largest first, those of one name in all layers together
+  function grown(top, pixels, of) { // divides cells, the largest first; cells with the same name in all layers are divided together
     const most = top.node.count > FEW ? AREAS : Infinity;
     let n = 1, units = [[top]];
     while (units.length) {
@@ -454,7 +454,7 @@
     return top;
   }
 
-  function ordered(cells) { // neighbours of about one size in their order, in rows; others by size
+  function ordered(cells) { // whether `cells` are drawn in their order, because their sizes are similar; otherwise they are sorted by size
     const values = cells.map((cell) => cell.value), far = Math.max(...values) / Math.min(...values);
     const named = cells.every((cell) => /^\[?\d/.test(cell.node.name));
     if (cells.length > 2 && far < (named ? 4 : 1.01)) return true;
@@ -464,7 +464,7 @@
 
   const sumOf = (cells) => cells.reduce((sum, cell) => sum + cell.value, 0);
 
-  function laid(cell, x, y, w, h) { // gives the cell and what is below its place
+  function laid(cell, x, y, w, h) { // sets the rectangles of `cell` and of the cells in it
     Object.assign(cell, { x, y, w, h });
     if (!cell.below) return;
     const title = cell.depth && w > 30 && h > 40 && wide(plain(cell)) < w - 8 ? 17 : 0;
@@ -474,7 +474,7 @@
     (ordered(cell.below) ? inRows : squarified)(cell.below, x + pad, y + (title || pad), Math.max(w - 2 * pad, 0), Math.max(h - (title || pad) - pad, 0));
   }
 
-  function strip(cells, x, y, w, h, across) { // side by side, or below one another
+  function strip(cells, x, y, w, h, across) { // a row or a column of cells
     const whole = sumOf(cells) || 1;
     for (const cell of cells) {
       const share = cell.value / whole;
@@ -483,11 +483,11 @@
     }
   }
 
-  function inRows(cells, x, y, w, h) { // in the order of reading, in as many rows as make cells a bit wider than high
+  function inRows(cells, x, y, w, h) { // rows in reading order; their number makes cells a bit wider than high
     const n = cells.length, whole = sumOf(cells);
     let best = 1, least = Infinity;
     for (let rows = 1; rows <= n; rows++) {
-      const per = Math.ceil(n / rows), bad = Math.abs(Math.log((w * rows) / (1.6 * h * per || 1))) + (1.5 * (per * Math.ceil(n / per) - n)) / per + (h * (n - per * (Math.ceil(n / per) - 1)) < 40 * n ? 0.3 : 0); // titles need 40 pixels, in the last row too
+      const per = Math.ceil(n / rows), bad = Math.abs(Math.log((w * rows) / (1.6 * h * per || 1))) + (1.5 * (per * Math.ceil(n / per) - n)) / per + (h * (n - per * (Math.ceil(n / per) - 1)) < 40 * n ? 0.3 : 0); // titles need 40 pixels, also in the last row
       if (bad < least) [best, least] = [per, bad];
     }
     for (let k = 0; k < n; k += best) {
@@ -497,7 +497,7 @@
     }
   }
 
-  function squarified(cells, x, y, w, h) { // the largest first, in rows that are nearly squares
+  function squarified(cells, x, y, w, h) { // a squarified treemap, the largest cells first
     while (cells.length) {
       const scale = (w * h) / (sumOf(cells) || 1), side = Math.min(w, h);
       let n = 0, sum = 0, worst = Infinity;
@@ -520,7 +520,7 @@
   const wide = (text) => pen.measureText(text).width;
   const plain = (cell) => shown(label(cell.node, cell.node.members ? null : cell.from)).replace(/[./]$/, "");
 
-  function lines(cell) { // the texts that fit the cell: none is cut
+  function lines(cell) { // the texts that fit into the cell without being cut
     const { node, w, h } = cell, name = plain(cell), fits = (text) => text.length < 100 && wide(text) < w - 8;
     const count = " (" + counted(node.count) + ")", some = node.tensor ? "" : [counted(node.count) + (node.count > 1 ? " tensors" : " tensor"), count.trim()].find(fits);
     const first = [name + (some && h < 32 ? count : ""), name, name.replace(/\.weight$/, ""), name.replace(/–.*/, "…")].find(fits);
@@ -533,8 +533,8 @@
     $("map").append(make("div", {}, data.maps.length > 1 ? make("p", { class: "hint" }, title) : null, element));
     return element;
   });
-  const layouts = []; // of the maps, and for what they were made
-  let room = []; // width and height of each map and of the table, asked only when they change; a frame out of sight has none
+  const layouts = []; // the layouts of the maps, and the arguments for which they were computed
+  let room = []; // width and height of each map and of the table; 0 in a frame that is not visible
   const ask = () => { room = [...maps, $("scroll")].map((each) => [each.clientWidth, each.clientHeight]); };
   const map = () => maps.forEach(drawn);
 
@@ -562,14 +562,14 @@
       const faint = !cell.below && dim(node), box = put(make("div", { class: cell.below ? "inner" : faint ? "dim" : null }));
       if (!cell.below) box.style.background = faint ? "color-mix(in srgb, " + hue(main(node)) + " 25%, var(--panel))" : hue(main(node));
       box.textContent = cell.below ? (cell.titled ? plain(cell) : "") : faint ? "" : lines(cell);
-      if (!box.textContent && !cell.below && !faint && w >= 18 && wide(plain(cell)) < h - 8) { // from top to bottom
+      if (!box.textContent && !cell.below && !faint && w >= 18 && wide(plain(cell)) < h - 8) { // vertical text
         box.textContent = plain(cell);
         box.classList.add("down");
       }
       box.title = short(shown(node.path + (node.members ? node.name : "")), 300) + "\n" + (node.tensor ? "" : counted(node.count) + " tensors, ") + measured(cell.value) + ", " + percent(cell.value, of(root));
       if (!cell.below && node.bad) box.classList.add("bad");
       box.addEventListener("click", (event) => {
-        if (event.detail > 1) return; // the second of a double click, perhaps on what the first has opened
+        if (event.detail > 1) return; // the second click of a double click may hit a cell that the first has opened
         if (!cell.below && !node.tensor && node !== focus) aim(node);
         choose(node, !node.members);
         if (innerWidth < 1000) element.scrollIntoView({ block: "nearest" }); // above the panel
@@ -581,7 +581,7 @@
     element.append(boxes, ...frames);
   }
 
-  function aim(node) { // what the map and the table show
+  function aim(node) { // sets the branch that the map and the table show
     focus = node.tensor && node.above ? node.above : sole(node);
     if (focus.tensor && focus.above) focus = focus.above;
     within = focus === root ? null : new Set();
@@ -601,7 +601,7 @@
 
   let visible = [];
   const isOpen = (node) => expanded.has(node) || opened.has(node) || (opened.size > 0 && (node.members || []).some((each) => opened.has(each)));
-  const part = (node) => more.get(node) || [0, AT_ONCE]; // of its children, which the tree shows
+  const part = (node) => more.get(node) || [0, AT_ONCE]; // the range of the children that the tree shows
   function listed(node) { // the children of a branch, layers in their order and others by size
     const below = [...kids(node)];
     return node.members || indexed(node.below) ? below : below.sort((a, b) => b[measure] - a[measure] || 0);
@@ -629,7 +629,7 @@
     add(root, 1, null);
   }
 
-  let current = 0; // the place in what is visible that the keyboard is at
+  let current = 0; // the index of the visible row with the keyboard focus
   function tree(focused) {
     flatten();
     current = Math.max(0, Math.min(current, visible.length - 1));
@@ -705,7 +705,7 @@
   function details() {
     const box = $("selected");
     $("details").className = chosen ? "docked" : "";
-    document.documentElement.className = chosen ? "docks" : ""; // so that what gets the focus is not behind the panel
+    document.documentElement.className = chosen ? "docks" : ""; // then focused elements are not covered by the panel
     $("close").hidden = !chosen;
     if (!chosen) {
       box.replaceChildren(make("p", { class: "hint" }, "Select a module or a tensor: in the tree, on the map, or in the table."));
@@ -726,7 +726,7 @@
     const whole = chosen.path.endsWith("/") ? chosen.path.slice(0, -1) : indexed ? chosen.path : null;
     const kind = whole && data.commands.some(([of]) => of === "path") ? "path" : "glob";
     const value = kind === "path" ? whole : glob(chosen.path) + (each ? "" : "*");
-    const commands = chosen === root || chosen.members || !chosen.sides[0].count ? [] // the first file must have it
+    const commands = chosen === root || chosen.members || !chosen.sides[0].count ? [] // the commands need the first file
       : data.commands.filter(([of]) => of === kind && (kind === "path" || !(data.optimizers || []).some((path) => chosen.path.startsWith(path))));
     box.replaceChildren(
       make("h3", { dir: "ltr" }, named(chosen === root ? "everything" : chosen.path + (chosen.members ? chosen.name : ""), Infinity)),
@@ -782,7 +782,7 @@
     return image;
   }
 
-  function choose(node, opens, focused) { // everything is drawn before anything is asked, so that the page is laid out once
+  function choose(node, opens, focused) { // draws everything before it reads sizes, so that the browser computes the layout only once
     chosen = node;
     if (opens) {
       const holds = holdersOf(node);
@@ -807,7 +807,7 @@
     inSight();
   }
 
-  function inSight() { // all of the panel beside the map; below a long head it is scrolled to
+  function inSight() { // makes the panel next to the map fit into the window, and scrolls to it below a long head
     const box = $("selected");
     box.scrollTop = 0;
     const top = () => box.getBoundingClientRect().top;
@@ -818,11 +818,11 @@
 
   // The table
 
-  const HEADS = [{ name: "tensor" }, ...facts.filter((fact) => fact.table && fact.words && (fact.words.length > 1 || tensors.length < 2)), // what all have stands above
+  const HEADS = [{ name: "tensor" }, ...facts.filter((fact) => fact.table && fact.words && (fact.words.length > 1 || tensors.length < 2)), // facts that all tensors share are listed above
     { name: "bytes" }, ...columns.histograms.map((of) => ({ name: of.title || "histogram", bars: of.bars })), ...facts.filter((fact) => fact.table && fact.numbers)];
-  const far = HEADS.findIndex((each) => each.name === "differing"); // how far both sides are apart stands before what they are
+  const far = HEADS.findIndex((each) => each.name === "differing"); // the differences come before the columns of both sides
   if (far > 0) HEADS.splice(HEADS[1].name === "differs" ? 2 : 1, 0, ...HEADS.splice(far, 4));
-  const falls = (head) => head.name === "bytes" || head.name === "shape" || !!head.numbers; // the largest first
+  const falls = (head) => head.name === "bytes" || head.name === "shape" || !!head.numbers; // whether the largest comes first
   let found = [];
 
   function heads() {
@@ -842,19 +842,19 @@
     }));
   }
 
-  let stamp = 0, dims = false; // a branch with a tensor that was found has the stamp; the others are dim
+  let stamp = 0, dims = false; // branches with a result have the current stamp; the others are dimmed
   const dim = (node) => dims && (node.members ? node.members.every(dim) : node.stamp !== stamp);
 
   let dimming = 0;
-  function search() { // shows what is found; after the last key, dims the rest in map and tree, and opens the tree to it
-    const hidden = $("scroll").getBoundingClientRect().top - innerHeight + 7 * ROW; // asked before anything is changed
+  function search() { // shows the results; shortly after the last key, dims the rest of the map and tree, and opens the tree
+    const hidden = $("scroll").getBoundingClientRect().top - innerHeight + 7 * ROW; // read before the layout changes
     find();
     show();
     clearTimeout(dimming);
     dimming = setTimeout(() => {
       for (const node of opened) {
         const at = node.below.length > AT_ONCE ? listed(node).findIndex((each) => !dim(each)) : 0;
-        more.set(node, [at, at + AT_ONCE]); // from the first that was found on
+        more.set(node, [at, at + AT_ONCE]); // begin with the first result
       }
       map();
       current = 0;
@@ -868,7 +868,7 @@
     show();
   }
 
-  let words = [], from = 0; // the pixels that the table is scrolled by
+  let words = [], from = 0; // the scroll position of the table, in pixels
   function find() {
     if (from) $("scroll").scrollTop = from = 0;
     words = query.split(/\s+/).filter((word) => word);
@@ -889,7 +889,7 @@
     found = matches.length < tensors.length / 20 ? matches.sort(comparison()) : inOrder().filter((each) => each.stamp === stamp);
   }
 
-  const sorted = []; // all tensors, and the order that they have
+  const sorted = []; // all tensors in the current order, and this order
   function inOrder() {
     if (sorted[1] !== order) sorted.splice(0, 2, [...tensors].sort(comparison()), order);
     return sorted[0];
@@ -899,7 +899,7 @@
     const head = HEADS.find((each) => each.name === order.key), up = order.up ? 1 : -1;
     if (head.name === "tensor") return (a, b) => up * collator.compare(a.path, b.path);
     if (falls(head)) {
-      const value = (each) => (head.name === "bytes" ? each.nbytes : head.name === "shape" ? each.numel : worth(said(head, each.i))) ?? Infinity * up; // what has none stands last
+      const value = (each) => (head.name === "bytes" ? each.nbytes : head.name === "shape" ? each.numel : worth(said(head, each.i))) ?? Infinity * up; // tensors without a value come last
       return (a, b) => (value(a) === value(b) ? 0 : up * (value(a) - value(b))) || a.i - b.i;
     }
     return (a, b) => up * collator.compare(said(head, a.i) || "", said(head, b.i) || "") || a.i - b.i;
@@ -912,7 +912,7 @@
     paint();
   }
 
-  function hits(words) { // what the search found, beside its box
+  function hits(words) { // the text next to the search box
     if (!words.length) return "";
     const inside = focus === root || !focus.path ? "" : " in " + short(shown(focus.path), 60);
     if (found.length) return counted(found.length) + (found.length > 1 ? " tensors" : " tensor") + inside;
@@ -931,10 +931,10 @@
   }
 
   let painting = false, printing = false;
-  let longest = 120; // characters of a name in the table; longer ones are cut in the middle
+  let longest = 120; // the most characters of a name in the table; longer names are cut in the middle
   function paint() {
     const [width, height] = room[maps.length];
-    longest = printing ? 120 : Math.max(16, Math.floor(width / (innerWidth > 600 ? 16 : 8))); // a narrow page has two lines
+    longest = printing ? 120 : Math.max(16, Math.floor(width / (innerWidth > 600 ? 16 : 8))); // names have two lines on a narrow page
     const top = Math.max(0, Math.floor(from / ROW) - 10);
     const first = printing ? 0 : top, last = printing ? Math.min(500, found.length) : Math.min(found.length, top + Math.ceil(height / ROW) + 20);
     const space = (height) => {
@@ -953,7 +953,7 @@
     requestAnimationFrame(edge);
   }
 
-  function edge() { // shades an edge that cuts columns off, and names them
+  function edge() { // shades the right edge if columns are hidden behind it, and names them
     const scroll = $("scroll"), right = scroll.scrollLeft + scroll.clientWidth;
     const gone = [...$("heads").children].filter((each) => each.offsetLeft + each.offsetWidth > right + 2);
     const text = gone.length && !printing ? "To the right: " + gone.map((each) => each.firstChild.firstChild.textContent).join(", ") : "";
@@ -983,11 +983,11 @@
     const before = String(room);
     ask();
     if (String(room) !== before) { map(); paint(); }
-    if (room.flat().includes(0)) later(200); // a frame out of sight is not told when it gets its size
+    if (room.flat().includes(0)) later(200); // no event reports that a hidden frame becomes visible
   }
   const observer = new ResizeObserver(() => later(50));
   for (const name of ["map", "scroll"]) observer.observe($(name));
-  for (let n = 0, todo = [sole(root)]; n < ROWS_OPEN && todo.length;) { // as much of the tree as can be seen at once
+  for (let n = 0, todo = [sole(root)]; n < ROWS_OPEN && todo.length;) { // opens as much of the tree as fits
     const node = todo.sort((a, b) => b.bytes - a.bytes).shift(), below = kids(node);
     if (n + below.length > ROWS_OPEN && node !== sole(root)) continue;
     n += below.length;
