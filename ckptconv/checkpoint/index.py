@@ -12,6 +12,7 @@ from functools import cached_property
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.checkpoint.rebuild_functions import TensorReader, device_arguments, is_word
+from ckptconv.checkpoint.safe_globals import PlainOutline
 from ckptconv.checkpoint.tensor_info import DeviceArgument, Reference, Storage, TensorInfo
 from ckptconv.checkpoint.weights_only.unpickler import obstacles
 from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Value, args_of, walk
@@ -43,6 +44,8 @@ class Index:
         self._references = references
         self._where = where
         self._faults = faults
+        #: Returns the children of a node.
+        self.parts = PlainOutline()
 
     def end(self) -> None:
         """Stop computing, because the graph is about to be edited."""
@@ -56,19 +59,20 @@ class Index:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """All nodes in the order of the pickle. The nodes of discarded values come first."""
-        return list(walk([*self.graph.discarded, self.graph.root]))
+        """All nodes in the order of the pickle, without those inside plain rows. Discarded values come first."""
+        return list(walk([*self.graph.discarded, self.graph.root], parts=self.parts))
 
     @cached_property
     def referrers(self) -> Referrers:
         """The users of each node, and paths for nodes without a place."""
         graph = self.graph
-        return Referrers(graph, self.every_place, None if graph.discarded else self.nodes)
+        nodes = walk([graph.root, *graph.discarded], parts=self.parts) if graph.discarded else self.nodes
+        return Referrers(graph, self.every_place, nodes, self.parts)
 
     @cached_property
     def obstacles(self) -> list[tuple[str, Value]]:
         """The objects that torch's safe loader refuses in any spelling, each with the reason."""
-        return list(obstacles(self.graph, None if self.graph.has_inner_calls else self.nodes))
+        return list(obstacles(self.graph, self.nodes))
 
     # Storages
 

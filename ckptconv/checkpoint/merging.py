@@ -35,7 +35,6 @@ from ckptconv.pickles.graph import (
     PersistentId,
     Tuple,
     Value,
-    children,
     set_items,
     walk,
 )
@@ -61,6 +60,8 @@ def drop_effect_order(checkpoint: Checkpoint) -> None:
     if latest is None:
         return
     for node in index.nodes:
+        if isinstance(node, RowCall) and node.row:
+            continue  # it uses only globals and its storage, which is read right before it
         if isinstance(node, Call) and not _before([node.callable, node.args, node.kwargs], node.order, latest):
             return
         for effect in node.effects if isinstance(node, Object) else ():
@@ -93,14 +94,14 @@ def _latest(root: Value) -> dict[int, int] | None:
             todo.pop()
         elif id(node) not in open_:
             open_[id(node)] = len(todo)
-            todo += [child for child in children(node) if isinstance(child, Node)]
+            todo += [child for child in outline(node) if isinstance(child, Node)]
         elif open_.pop(id(node)) != len(todo):
             return None
         else:
             greatest = node.order or 0 if isinstance(node, (Call, PersistentId, FrozenSet)) else 0
             for effect in node.effects if isinstance(node, Object) else ():
                 greatest = max(greatest, effect.order or 0)
-            for child in children(node):
+            for child in outline(node):
                 if isinstance(child, Node):
                     greatest = max(greatest, latest[id(child)])
             latest[id(todo.pop())] = greatest

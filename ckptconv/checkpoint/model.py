@@ -14,6 +14,7 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Data
 from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.rebuild_functions import partial_notes
+from ckptconv.checkpoint.safe_globals import PlainOutline
 from ckptconv.checkpoint.state_dicts import Detected, detect
 from ckptconv.checkpoint.storage_ids import checked_storage_id
 from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, Replica, Storage, TensorInfo
@@ -22,7 +23,7 @@ from ckptconv.errors import InputError, MalformedError
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Global, Graph, Object, PersistentId, strings_of, walk
 from ckptconv.pickles.paths import Place
-from ckptconv.pickles.rows import RowForm, RowId, subgraph
+from ckptconv.pickles.rows import RowCall, RowForm, RowId, subgraph
 from ckptconv.work import seen
 
 
@@ -116,10 +117,11 @@ class Checkpoint:
         """
         graph = self.graph
         graph.root, self.root, graph.left_out = root.node, root, []
-        nodes = list(walk([*graph.discarded, graph.root]))
+        nodes = list(walk([*graph.discarded, graph.root], parts=PlainOutline()))
         reached = set(map(id, nodes))
+        rows = ([call] if isinstance(call, RowCall) and call.form else call.calls() for call in graph.outer_calls)
         graph.globals = [node for node in graph.globals if id(node) in reached]
-        graph.calls = [node for node in graph.calls if id(node) in reached]
+        graph.outer_calls = [node for calls in rows for node in calls if id(node) in reached]
         graph.references = [node for node in graph.references if id(node) in reached]
         self.references = [each for each in self.references if id(each.node) in reached]
         self.changed()

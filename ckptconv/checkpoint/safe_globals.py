@@ -8,9 +8,12 @@ calls and opcodes are modelled in :mod:`ckptconv.checkpoint.weights_only`.
 from __future__ import annotations
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS
-from ckptconv.pickles.graph import Global, Graph, imported_name
+from ckptconv.pickles.graph import Global, Graph, Value, children, imported_name
 from ckptconv.pickles.machine import CODES
+from ckptconv.pickles.rows import RowCall, RowForm, RowId, outline
 
+#: The functions that ``torch.save`` writes for most tensors and parameters.
+_OF_TENSORS = ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter")
 #: The classes of tensors of torch before 0.4, with their dtypes.
 TENSOR_CLASSES = {
     "BFloat16Tensor": "bfloat16",
@@ -154,6 +157,30 @@ _ADDED_BY_TORCHAO = {
     module: frozenset(f"{module}.{inner}.{name}" for inner, names in table.items() for name in names.split())
     for module, table in (("torchao", _TORCHAO), ("torchao.prototype.mx_formats", _TORCHAO_MX))
 }
+
+
+class PlainOutline:
+    """The children of nodes, without the nodes inside plain rows.
+
+    A row is plain if it makes a tensor or parameter as ``torch.save`` writes it. Then it contains only globals that are
+    neither refused nor converted. So most passes over a graph need not create its nodes.
+    """
+
+    def __init__(self) -> None:
+        self._plain: dict[RowForm, bool] = {}
+
+    def __call__(self, node: Value) -> list[Value]:
+        """Return the children of `node`. A plain row has its globals and its persistent id."""
+        return outline(node) if self.is_plain(node) else children(node)
+
+    def is_plain(self, node: Value) -> bool:
+        """Return whether `node` is a plain row, or the persistent id of one."""
+        form = node.row if isinstance(node, RowCall) else node.form if isinstance(node, RowId) else None
+        if form and form not in self._plain:
+            called = [imported_name(each, 2) for each in (*form.functions, *form.values) if isinstance(each, Global)]
+            is_known = (name in _OF_TENSORS or name.removeprefix("torch.") in BY_STORAGE_CLASS for name in called)
+            self._plain[form] = all(is_known)
+        return form is not None and self._plain[form]
 
 
 def is_allowed(node: Global) -> bool:

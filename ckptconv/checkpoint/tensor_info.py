@@ -13,6 +13,7 @@ from ckptconv.errors import printable
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, PersistentId, walk
 from ckptconv.pickles.paths import Place
+from ckptconv.pickles.rows import outline
 
 
 @dataclass(eq=False, slots=True)
@@ -199,7 +200,7 @@ def left_behind_at(
     left = []
     for place in places:
         nbytes = 0
-        for node in walk([place.node], seen):
+        for node in walk([place.node], seen, outline):
             storage = storage_of.get(id(node))
             if storage is not None and id(storage) not in counted:
                 counted.add(id(storage))

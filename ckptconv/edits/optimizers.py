@@ -90,7 +90,7 @@ class Followers:
 
         Raises RefusedError if it is not known which state belongs to them.
         """
-        remaining = {id(node) for node in self.checkpoint.index.nodes} if self.models else set()
+        remaining = set(map(id, self.checkpoint.index.nodes)) if self.models else set()
         dropped: dict[int, frozenset[str]] = {}
         for found, weights in self.models:
             if id(found.node) in remaining or self._kept is not None:

@@ -14,7 +14,7 @@ from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import FAMILIES, Devices, near_device, user_devices
 from ckptconv.errors import UnknownDeviceError, UsageError, some
 from ckptconv.hints import option
-from ckptconv.pickles.graph import Call, Global, Tuple, Value, args_of, children
+from ckptconv.pickles.graph import Call, Global, Tuple, Value, args_of, children, walk
 
 
 def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Storage], changes: Changes) -> None:
@@ -76,7 +76,7 @@ def _unwrap(checkpoint: Checkpoint, devices: Devices) -> None:
     ]
     if not copies:
         return
-    uses = Counter(id(child) for node in index.nodes for child in children(node))
+    uses = Counter(id(child) for node in walk([*index.graph.discarded, index.graph.root]) for child in children(node))
     references = Counter(reference.storage for reference in checkpoint.references)
     for call, inner, device in copies:
         args = args_of(inner)

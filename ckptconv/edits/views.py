@@ -25,7 +25,7 @@ from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, get_dtype
 from ckptconv.edits.changes import Changes, Dropped
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
-from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children
+from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children, walk
 
 _Range = tuple[int, int]  # the first byte, and the byte after the last one
 
@@ -87,7 +87,7 @@ class Views:
         self.dtypes_of: dict[Storage, set[str]] = {}
         reader = TensorReader(index.storage_of, str(checkpoint.source.path))
         others = [*index.graph.discarded, index.graph.root]  # the nodes from which views are not searched
-        for node in index.nodes:
+        for node in walk([*index.graph.discarded, index.graph.root]):
             if not isinstance(node, Call):
                 continue
             part = strided_part(node)

@@ -34,7 +34,7 @@ from ckptconv.checkpoint.legacy_python import modernize, text_of
 from ckptconv.checkpoint.merging import empty_graph
 from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of
-from ckptconv.checkpoint.safe_globals import refused_opcodes
+from ckptconv.checkpoint.safe_globals import PlainOutline, refused_opcodes
 from ckptconv.checkpoint.storage_ids import STORAGE, StorageId, changed_id, new_id, no_class, storage_id
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import DOWNLOAD_AGAIN, MalformedError, RefusedError, UnsupportedError, some
@@ -509,7 +509,9 @@ def _early_readers(checkpoint: Checkpoint) -> set[int]:
 
     In this format the storages follow the object, so these calls would see memory without defined content.
     """
-    return {id(call) for call in checkpoint.graph.calls if _EARLY_READERS.fullmatch(str(call.callable))}
+    is_plain = PlainOutline().is_plain
+    calls = (each for call in checkpoint.graph.outer_calls if not is_plain(call) for each in call.calls())
+    return {id(call) for call in calls if _EARLY_READERS.fullmatch(str(call.callable))}
 
 
 def respell(checkpoint: Checkpoint) -> None:

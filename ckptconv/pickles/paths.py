@@ -446,18 +446,25 @@ class Referrers:
         graph: The graph.
         places: The places of its nodes. Of several places of a node, the first is used.
         nodes: All nodes of the graph in the order of the pickle, or None to walk the graph.
+        parts: Returns the children of a node.
     """
 
-    def __init__(self, graph: Graph, places: Iterable[Place], nodes: Iterable[Node] | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        places: Iterable[Place],
+        nodes: Iterable[Node] | None = None,
+        parts: Callable[[Value], list[Value]] = children,
+    ) -> None:
         self.root = graph.root
         self.discarded = {id(node) for node in graph.discarded}
         self._first: dict[int, Node] = {}
         self._more: dict[int, list[Node]] = {}  # the other users; few nodes have any
         budget = work()
         for node in walk([graph.root, *graph.discarded]) if nodes is None else nodes:
-            parts = children(node)
-            budget.charge(1 + len(parts))
-            for child in parts:
+            below = parts(node)
+            budget.charge(1 + len(below))
+            for child in below:
                 if isinstance(child, (Node, bytes)):
                     if id(child) in self._first:
                         self._more.setdefault(id(child), []).append(node)

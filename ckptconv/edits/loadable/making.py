@@ -15,8 +15,7 @@ from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.checkpoint.merging import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.safe_globals import is_torchs, needed_import, refused_opcodes
-from ckptconv.dtypes import BY_STORAGE_CLASS
+from ckptconv.checkpoint.safe_globals import PlainOutline, is_torchs, needed_import
 from ckptconv.edits.changes import Changes, MadePlain
 from ckptconv.edits.loadable.arrays import Arrays, is_array
 from ckptconv.edits.loadable.pickled import NotPlain, pickled
@@ -61,8 +60,6 @@ _KINDS: tuple[tuple[type, str], ...] = (
     (Dict, "dict"), (List, "list"), (Set, "set"), (str, "text"), (bool, "bool"), (int, "int"), (float, "float"),
     (bytes, "bytes"), (type(None), "None"), (Tuple, "tuple"),
 )  # a table  # fmt: skip
-#: Functions that make plain data, besides the classes of storages.
-_PLAIN = ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter")
 _SHOWN = 10  # objects in an error
 _MOST_DROPS = 20  # paths in a command; above that, the objects around them are dropped
 _LONGEST_KEY = 64  # members of a tuple
@@ -83,33 +80,12 @@ def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) ->
         RefusedError: An object remains that torch's safe loader refuses, or two keys would become equal.
         LimitError: Converted arrays would take far more bytes than the file.
     """
-    if not _is_plain(checkpoint):
-        _convert(checkpoint, changes, objects=objects)
-    if not changes.made_plain:
-        changes.notes.append("it contains only plain data already, so " + option("loadable") + " changed nothing")
-
-
-def _is_plain(checkpoint: Checkpoint) -> bool:
-    """Return whether there is surely nothing to convert, as in the state dicts that torch.save writes.
-
-    No node inside a row is created to find out.
-    """
-    graph = checkpoint.graph
-    if graph.protocol > 2 or refused_opcodes(graph):
-        return False
-    names = {imported_name(node, 2) for node in graph.globals}
-    is_known = all(name in _PLAIN or name.removeprefix("torch.") in BY_STORAGE_CLASS for name in names)
-    return is_known and not checkpoint.index.obstacles
-
-
-def _convert(checkpoint: Checkpoint, changes: Changes, *, objects: bool) -> None:
-    """Convert the objects, as :func:`make_loadable` says."""
     places = (checkpoint.before_renaming or checkpoint.index).every_place
     making = _Making(checkpoint, objects=objects)
-    refused, nodes = making.run(), checkpoint.index.nodes
+    refused = making.run()
     if refused:
         known = {id(place.node): place for place in places if isinstance(place.node, Node)}
-        referrers = Referrers(checkpoint.graph, places, nodes)
+        referrers = Referrers(checkpoint.graph, places)
         why: dict[int, str] = {}
         for reason, node in refused:
             for id_ in _placed(node, referrers, making.old_of, known) or {id(places[0].node)}:
@@ -117,22 +93,24 @@ def _convert(checkpoint: Checkpoint, changes: Changes, *, objects: bool) -> None
         objects_help = None if objects else lambda: not _Making(checkpoint, objects=True).run()
         raise _refusal(checkpoint, places, why, objects_help=objects_help)
     drop_effect_order(checkpoint)
-    changes.made_plain = making.report(places, nodes)
+    changes.made_plain = making.report(places)
+    if not changes.made_plain:
+        changes.notes.append("it contains only plain data already, so " + option("loadable") + " changed nothing")
 
 
 def _refresh(checkpoint: Checkpoint, nodes: list[Node]) -> None:
-    """Update the lists that `checkpoint` derives from its graph, which consists of `nodes`."""
+    """Update the lists that `checkpoint` derives from its graph. It consists of `nodes`, and of nodes inside rows."""
     graph = checkpoint.graph
     reached = set(map(id, nodes))
     # so that bytes and sets are written with opcodes that torch's safe loader knows
     graph.used |= {CODES["BINBYTES"][0]}
     graph.globals = [node for node in nodes if isinstance(node, Global)]
     graph.calls = [node for node in nodes if isinstance(node, Call)]
+    graph.has_inner_calls = True
     graph.references = [node for node in nodes if isinstance(node, PersistentId)]
     new = {id(reference.node): reference for reference in checkpoint.references if id(reference.node) in reached}
     checkpoint.references = [new[id(node)] for node in graph.references]
     checkpoint.changed()
-    checkpoint.index.nodes = nodes
 
 
 class _Making:
@@ -156,6 +134,8 @@ class _Making:
         self._objects = objects
         self._made: dict[Node, Value] = {}
         self._rows: list[tuple[Node, Row, Value]] = []
+        self._nodes: list[Node] = []
+        self._parts = PlainOutline()
         self.old_of: dict[int, Value] = {}
         self.failed: dict[int, str] = {}
         self.troubles: list[tuple[str, Node]] = []
@@ -164,27 +144,25 @@ class _Making:
         """Convert all objects below the root, in place. Return the objects that are refused, each with the reason."""
         graph = self._checkpoint.graph
         graph.root = self.plain(graph.root)
-        nodes: list[Node] = []
-        for node in walk([graph.root]):  # this visits the children after the changes of their parent
-            nodes.append(node)
+        for node in walk([graph.root], parts=self._parts):  # this visits the children after the changes of their parent
+            self._nodes.append(node)
             self._note_states(node)
             if isinstance(node, Tuple):
                 node.items = [self.plain(item) for item in node.items]
-            elif isinstance(node, Object):
+            elif isinstance(node, Object) and not self._parts.is_plain(node):
                 self._replace_in(node)
-        _refresh(self._checkpoint, list(walk([*graph.discarded, graph.root])) if graph.discarded else nodes)
+        if graph.discarded:
+            self._nodes = list(walk([*graph.discarded, graph.root], parts=self._parts))
+        _refresh(self._checkpoint, self._nodes)
         return [*self.troubles, *self._checkpoint.index.obstacles]
 
-    def report(self, places: Sequence[Place], nodes: Sequence[Node]) -> list[MadePlain]:
+    def report(self, places: Sequence[Place]) -> list[MadePlain]:
         """Return the converted objects that have a place in the source and that their row lists in reports.
 
-        Args:
-            places: The places in the source. If an object has several, a place whose parent is still in the graph is
-                preferred.
-            nodes: The nodes of the graph now.
+        If an object has several of `places`, a place whose parent is still in the graph is preferred.
         """
         parents = {id(place.parent.node) for place in places if place.parent}
-        left = {old for node in nodes if (old := id(self.old_of.get(id(node), node))) in parents}
+        left = {old for node in self._nodes if (old := id(self.old_of.get(id(node), node))) in parents}
         first: dict[Value, Place] = {}
         for place in chain((each for each in places if each.parent and id(each.parent.node) in left), places):
             if isinstance(place.node, (Call, Global, FrozenSet)) and place.node in self._made:
@@ -201,6 +179,8 @@ class _Making:
         Return `value` itself if it is plain already, if no row of the table is for it, or if the conversion failed.
         Calls with the same node return the same object.
         """
+        if self._parts.is_plain(value):
+            return value
         chain: list[Node] = []
         while isinstance(value, (Call, Global, FrozenSet)) and value not in self._made:
             self._made[value] = value  # for an object that contains itself

@@ -156,10 +156,9 @@ def _flattened(checkpoint: Checkpoint) -> _Flat:
 def _is_mapping(node: Value) -> bool:
     """Return whether `node` is a dict, an OrderedDict or a defaultdict that receives all its items by effects."""
     if isinstance(node, Call):
-        is_empty = isinstance(node.args, Tuple) and not node.args.items
-        return is_global(node.callable, "collections.defaultdict") or (
-            is_empty and is_global(node.callable, "collections.OrderedDict")
-        )
+        if is_global(node.callable, "collections.OrderedDict"):
+            return isinstance(node.args, Tuple) and not node.args.items
+        return is_global(node.callable, "collections.defaultdict")
     return isinstance(node, Dict)
 
 

@@ -92,7 +92,7 @@ def diagnose(
         issues = [replace(issue, fix=_of_program(issue.fix, part)) for issue in issues]
     issues.sort(key=lambda issue: not issue.blocks)
     if part is not None:  # the issues of other parts need no fix
-        reach = {id(node) for node in walk([*part.nodes])}
+        reach = {id(node) for node in walk([*part.nodes], parts=checkpoint.index.parts)}
         within = Scope(checkpoint, host, reach, module)
         combined = _combined(within, code, within)
     fixes = [issue.fix for issue in combined if issue.fix]

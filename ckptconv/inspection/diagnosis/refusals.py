@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from ckptconv.checkpoint.model import Checkpoint
@@ -197,7 +198,8 @@ class Refused:
         modules = [
             LoadablePart([*map(detached, found.tensors.values())], found.path, 0, found) for found in detected.modules
         ]
-        loadable = [part for part in modules if part.nodes and tainted.isdisjoint(map(id, walk([*part.nodes])))]
+        below = partial(walk, parts=self.checkpoint.index.parts)
+        loadable = [part for part in modules if part.nodes and tainted.isdisjoint(map(id, below([*part.nodes])))]
         for part in loadable:
             if part.module is meant:
                 return sized(replace(part, path=None))
@@ -235,7 +237,8 @@ class Refused:
             else:
                 unwanted.append(place)
         gone = {id(place.node) for place in unwanted}
-        kept = {id(node) for node in walk([index.root.node, *self.checkpoint.graph.discarded], gone)}
+        roots = [index.root.node, *self.checkpoint.graph.discarded]
+        kept = {id(node) for node in walk(roots, gone, index.parts)}
         tensors = {reference.storage for reference in self.checkpoint.references if id(reference.node) in kept}
         if (
             len(unwanted) > _MOST_DROPPED

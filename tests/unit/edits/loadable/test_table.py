@@ -21,9 +21,9 @@ import pytest
 import torch
 
 import ckptconv
-from ckptconv.edits.loadable import making
 from ckptconv.edits.loadable.table import BY_CLASS, NUMPY_TYPE, NUMPY_TYPES, OTHER, ROWS
 from ckptconv.errors import RefusedError
+from ckptconv.pickles.rows import RowCall
 from tests.support.command import Command
 from tests.support.conversions import refused
 from tests.support.judge import assert_same
@@ -299,25 +299,35 @@ def test_nothing_to_do(tmp_path: Path, command: Command) -> None:
     command("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--loadable", err="plain data already")
 
 
-@pytest.mark.parametrize("how", ["loadable", "loadable_objects"])
-@pytest.mark.parametrize("save", ["zip", "legacy"])
-def test_plain_objects_are_not_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str, how: str) -> None:
-    """The objects of a model and its optimizer are not expanded if they are plain already. The output is the same as if
-    they were.
-    """
-    edits: Any = {how: True}
-    net = torch.nn.Linear(3, 2)
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"loadable": True}, {"loadable_objects": True}, {"state_dict": True}, {"drop": "args"}, {"drop": "optimizer"},
+        {"exclude": "model/4.*", "drop": "optimizer", "map_location": "cuda:1"},
+        {"select": "optimizer", "loadable": True},
+    ],
+)  # a table  # fmt: skip
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_rows_of_tensors_are_not_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int, edits: Any
+) -> None:
+    """The nodes inside the rows of tensors are not created. The output is the same as if they were."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(100)))
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.ones(3)).sum().backward()
     optimizer.step()
-    SAVE[save]({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "bias": net.bias}, tmp_path / "a.pt")
+    args, parameters = argparse.Namespace(lr=1), [*net.parameters()]
+    parts = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "args": args, "net": parameters}
+    torch.save(parts, tmp_path / "a.pt", pickle_protocol=protocol)
     with monkeypatch.context() as patch:
-        patch.setattr(making, "_is_plain", lambda _: False)
+        patch.setattr(RowCall, "row", None)
         ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", **edits)
-    before = (tmp_path / "b.pt").read_bytes()
-    monkeypatch.setattr(making, "_Making", None)
+    before, made = (tmp_path / "b.pt").read_bytes(), RowCall._make
+    expanded: list[RowCall] = []
+    monkeypatch.setattr(RowCall, "_make", lambda row, form: (expanded.append(row), made(row, form)))
     ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", force=True, **edits)
     assert (tmp_path / "b.pt").read_bytes() == before
+    assert len(expanded) < 100  # of 1,000: some for each form of rows
 
 
 def test_the_docs_have_the_same_table() -> None:
