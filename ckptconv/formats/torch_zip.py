@@ -36,7 +36,6 @@ from ckptconv.byteranges.spans import (
     FILESYSTEM_BLOCK,
     ByteRange,
     Deferred,
-    Inflate,
     Literal,
     OutFile,
     Piece,
@@ -484,7 +483,6 @@ class ZipWriter:
         known = data.crc32_known()
         crc32: int | Piece = 0
         if self.checked and summed and data.length:
-            assert known is not None or not isinstance(data, Inflate)  # only zips have deflated data
             crc32 = data if known is None else known
         if known is None:
             for span in data.with_checksums():

@@ -80,8 +80,8 @@ class Transfer:
         self._placed = sorted(zip(starts, file.pieces, strict=False), key=lambda placed: placed[1].is_computed)
         kept = reading.announce((piece for _, piece in self._placed), keep=folder if is_read_again else None)
         self.beside = self._pieces.spooled_bytes + kept
-        self._sums = Sums([piece for piece in file.sums if not piece.is_computed])
-        self._awaited = {id(piece) for piece in file.sums if piece.is_computed}  # summed while they are written
+        self._sums = Sums([piece for piece in file.sums if piece.is_at_hand()])
+        self._awaited = {id(piece) for piece in file.sums if not piece.is_at_hand()}  # summed while they are written
         self._computed_sums: dict[int, int] = {}  # by the id of the piece
         self._all_sums: Sequence[int] = ()  # of `file.sums`, when all are known
         self._window: Window[ByteSource] | None = None  # over the source of the last small piece
@@ -126,7 +126,7 @@ class Transfer:
         self.overflowed = dict(self._pieces.overflowed)
         others = iter(self._sums.results())
         self._all_sums = [
-            self._computed_sums[id(piece)] if piece.is_computed else next(others) for piece in self._file.sums
+            next(others) if piece.is_at_hand() else self._computed_sums[id(piece)] for piece in self._file.sums
         ]
         for start, piece in late:
             data = piece.make(self._all_sums)

@@ -5,6 +5,7 @@ damaged.
 from __future__ import annotations
 
 import io
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -52,6 +53,14 @@ def rezip(
     """Rewrite the archive at `path` to `to` with `rezipped`, and return `to`. Both paths can be the same."""
     to.write_bytes(rezipped(path.read_bytes(), change, method=method))
     return to
+
+
+def without_sums(path: Path) -> None:
+    """Replace the checksums in all headers of the archive at `path` by 0, which means that they are not known."""
+    whole = bytearray(path.read_bytes())
+    for found in re.finditer(rb"PK(?:\x03\x04.{10}|\x01\x02.{12})", bytes(whole), re.DOTALL):
+        whole[found.end() : found.end() + 4] = bytes(4)
+    path.write_bytes(whole)
 
 
 def turned(data: bytes, width: int) -> bytes:

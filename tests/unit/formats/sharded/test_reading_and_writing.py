@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +40,7 @@ from ckptconv.errors import (
 )
 from ckptconv.formats import opening
 from ckptconv.formats.sharded import reading
-from tests.support.archives import without_crc32
+from tests.support.archives import rezip, without_crc32, without_sums
 from tests.support.conversions import Error, ends_in, metadata_of
 from tests.support.judge import assert_same, tags_of
 from tests.support.no_files import NO_FILES
@@ -498,6 +499,20 @@ def test_a_name_that_is_twice_in_a_shard(tmp_path: Path, no: Path) -> None:
     (path,) = (tmp_path / "set").iterdir()
     path.write_bytes(path.read_bytes().replace(b"X\x02\x00\x00\x00bb", b"X\x02\x00\x00\x00aa"))
     assert refused(MalformedError, "twice", tmp_path / "set", no).got == "'aa'"
+
+
+def test_deflated_shards_without_checksums(tmp_path: Path) -> None:
+    """Deflated shards without checksums are joined. The checksums of the new file are right."""
+    state = some_state()
+    shards = save_set(tmp_path / "set", state, safe=False)
+    for path in shards.glob("*.bin"):
+        without_sums(rezip(path, path, method=zipfile.ZIP_DEFLATED))
+    convert(shards, tmp_path / "one.pt")
+    loaded = torch.load(tmp_path / "one.pt")
+    assert loaded.keys() == state.keys() and all(torch.equal(loaded[name], state[name]) for name in state)
+    with zipfile.ZipFile(tmp_path / "one.pt") as archive:
+        assert archive.testzip() is None
+        assert all(record.CRC for record in archive.infolist())
 
 
 def test_an_index_with_more_in_it(saved: Path, tmp_path: Path) -> None:
