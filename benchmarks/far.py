@@ -57,7 +57,8 @@ HUB = (
     "api = HfApi(token=False)\n"
     "print(len(api.parse_safetensors_file_metadata('me/model', 's.safetensors').tensors))"
 )
-#: Calls what gives seconds, while the server answers so late: these, and requests and bytes.
+#: A function that runs a measurement with a latency of the server in seconds. It returns the measured seconds, the
+#: number of requests, and the number of bytes.
 Asked = Callable[[float, Callable[[], float]], "tuple[float, int, int]"]
 
 

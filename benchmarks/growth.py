@@ -27,7 +27,7 @@ for name in sorted(os.listdir(sys.argv[1])):
     torch.save(torch.load(os.path.join(sys.argv[1], name), "cpu", mmap=True), os.path.join(sys.argv[2], name))
 os.sync()
 """
-#: All tensors have the bytes of one small file, so that what is larger than the memory can be made.
+#: All tensors map the same file, so the checkpoint can be larger than the memory.
 MAKE_LARGE = f"""
 import sys, tempfile, torch
 torch.serialization.location_tag = lambda storage: "cuda:0"

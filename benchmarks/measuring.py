@@ -17,8 +17,8 @@ class Run(NamedTuple):
     """The cost of one run of a command."""
 
     seconds: float
-    cpu: float  #: seconds of processor time, of all its processes together
-    kib: int  #: peak memory, 0 where the command does not say it
+    cpu: float  #: seconds of processor time of all processes of the command
+    kib: int  #: peak memory in KiB, or 0 if it is not known
 
 
 class Bench:
@@ -27,8 +27,8 @@ class Bench:
     def __init__(self, folder: Path, runs: int, before: Path | None = None) -> None:
         self.folder = folder
         self.runs = runs
-        self.before = before  #: the source of an older version, which takes turns with this one
-        self.limit: float | None = None  #: of the table that is being made
+        self.before = before  #: the folder of an older version, which is measured in turn with this one
+        self.limit: float | None = None  #: the limit for the first row of the next table
         self._first: list[str] = []
         self._against: list[str] = []
 

@@ -531,7 +531,8 @@ def used(disk: Path) -> int:
     return (space.f_blocks - space.f_bfree) * space.f_frsize
 
 
-#: Each table by its word: the part of the size that it takes, and what its first line may take of its unit, at most.
+#: For each table: its function, the part of the size that it uses, and the limit of its first row as a multiple of its
+#: unit.
 TABLES: dict[str, tuple[Callable[[Bench, int], None], float, float | None]] = {
     "convert": (convert, 1, 0.9), "large": (large, 4, 0.7), "to_safetensors": (to_safetensors, 1, 0.9),
     "from_safetensors": (from_safetensors, 1, None), "legacy": (legacy, 1, None), "shards": (shards, 1, None),

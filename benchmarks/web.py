@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.browser import browser
 from tests.support.web_page import Page, Site, built, opened_page, served
 
-#: Tensors, and float32 elements in each.
+#: The number of tensors, and of float32 elements in each of them.
 FILES = {"3 MB, 75 tensors": (75, 10_000), "1 GiB, 64 tensors": (64, 2**22), "5 MB, 20,000 tensors": (20_000, 1)}
-#: Begins what an expression does, and gives the milliseconds until the page says that it is done.
+#: Runs an expression. Returns the milliseconds until the status of the page begins with the given text.
 TIMED = """(done) => new Promise((resolve) => {
   const state = document.getElementById("state"), began = performance.now();
   const look = () => {
@@ -39,7 +39,7 @@ TIMED = """(done) => new Promise((resolve) => {
 })"""
 START = TIMED % 'document.getElementById("choose").focus()'
 PLAN = TIMED % 'document.querySelector("[name=to]").value = "cuda:1"; document.getElementById("prepare").click()'
-#: Notes when a file is chosen, and when it is shown.
+#: Measures the milliseconds from the choice of a file until the page shows the file.
 WATCH = """() => {
   const state = document.getElementById("state");
   document.getElementById("choose").addEventListener("change", () => {

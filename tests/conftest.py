@@ -136,7 +136,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     traces = sys.gettrace(), threading.gettrace()
     if item.get_closest_marker("untraced"):
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]  # as threads have it by themselves
+        threading.settrace(None)  # type: ignore[arg-type]  # the default of new threads
     try:
         return (yield)
     finally:

@@ -224,7 +224,7 @@ def test_safetensors_files_to_torch_and_back(everything: list[dict[str, str]], t
             assert new.metadata() == old.metadata()
 
 
-#: What becomes of the corpus: container → target → outcome → how many.
+#: The expected number of each outcome, by container and target.
 OUTCOMES = {
     "zip-pt": {
         "inspect": {"read": 32},
@@ -250,7 +250,7 @@ OUTCOMES = {
     },
     "tar.gz-archive": {t: {"to be unpacked": 1} for t in ("inspect", "pt", "safetensors")},
 }
-#: What an error says → the outcome.
+#: Parts of error messages, and the outcomes that they mean.
 REASONS = {
     "there is no state dict in it": "no state dict",
     "so no state dict": "no state dict",

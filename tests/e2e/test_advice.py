@@ -1178,7 +1178,7 @@ def _interrupted(m: str) -> None:
     writing.mark_journal(Path(m + ".pt"), HOT)
 
 
-#: A name that a shell has to be told literally. ``.ci/long`` types all advice for an ordinary name too.
+#: A name that has to be quoted in a shell. ``.ci/long`` types all advice for an ordinary name too.
 NAMES = ("./-it's a $m", "m") if os.environ.get("HYPOTHESIS_PROFILE") == "long" else ("./-it's a $m",)
 
 
@@ -1265,7 +1265,8 @@ _RUN = "it is for the run of several processes that saved the files"
 _DCP = "formats/distributed/test_dcp_writing.py::test_the_remedies_work"
 _LOADABLE = "edits/loadable/test_refusals.py::"
 _FOREIGN = "formats/foreign/test_files.py::"
-#: What no case here types: for each place of a name a test below tests/unit that types it, or why nobody does.
+#: Places without a case here. For each place of a name: a test in tests/unit that types its advice, or the reason why
+#: no test does.
 OTHERS: dict[str, tuple[str, ...]] = {
     "checkpoint/describe.py:text": (_NO_ADVICE,),
     "checkpoint/merging.py:command convert": ("formats/distributed/test_rank_files.py::test_extra_state",),
@@ -1406,8 +1407,7 @@ def test_every_advice_is_typed(
     assert others == Counter({name: len(reasons) for name, reasons in OTHERS.items()})
 
 
-#: Programs that messages name, and none of which takes code or settings from the folder in which it is typed or from
-#: that of a file: a shell's, and those of a user's own.
+#: Programs in messages. None of them takes code or settings from the current folder or from the folder of a file.
 HARMLESS = {
     "aws", "bzip2", "chattr", "chmod", "ckptconv", "curl", "gcloud", "gzip", "lsattr", "lz4", "mkdir", "mv", "tail",
     "tar", "unrar", "unzip", "xz", "zstd", "7z",

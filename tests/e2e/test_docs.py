@@ -63,7 +63,7 @@ def test_every_relative_link_exists() -> None:
     assert seen > 50
 
 
-#: Words that say a thing by a picture, or in a language of our own; and what to write in their place.
+#: Words to avoid, because they are figurative or unusual, and their replacements.
 _UNUSED = {
     "stranger": "somebody else", "lend": "have", "lends": "has", "comes along": "is copied, is kept",
     "come along": "are copied, are kept", "cut short": "truncated", "utilize": "use", "in order to": "to",

@@ -63,7 +63,7 @@ def plain_pickle(path: Path) -> None:
     path.write_bytes(pickle.dumps(zoo.state_dict()))
 
 
-#: What torch's older format cannot hold, or torch reads wrong from it.
+#: Objects that torch's older format cannot store, or that torch reads incorrectly from this format.
 NOT_IN_LEGACY = ("dtypes", "two_dtypes", "storages", "nested")
 SAVED: dict[str, Callable[[Path], object]] = {
     **{f"{name}.pt": lambda path, make=make: zoo.save(make(), path) for name, make in zoo.ZOO.items()},

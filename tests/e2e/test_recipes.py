@@ -46,7 +46,7 @@ from tests.support.zero_folders import write_zero
 
 pytestmark = pytest.mark.usefixtures("here")
 
-#: What stands under the title of each page, which is the error as it stands on the screen.
+#: The text of each page, by its title. If a page is about an error, the title is the error message.
 RECIPES: dict[str, str] = {}
 for _page in sorted([*(ROOT / "docs/fix").glob("*.md"), *(ROOT / "docs/how-to").glob("*.md")]):
     if _page.name not in ("index.md", "browser.md", "completion.md", "far-files.md"):
@@ -151,7 +151,7 @@ def maps_into_memory() -> None:
     into_net("old.pt")
 
 
-#: This module as pickles name it, and a name of that length that nobody can import.
+#: The name of this module in pickles, and a name of the same length that cannot be imported.
 HERE = __name__.encode()
 GONE = b"models".ljust(len(HERE), b"_")
 
@@ -542,9 +542,9 @@ def is_elsewhere() -> None:
         torch.set_rng_state(torch.load(f"{folder}/rng_state_0.pth")["cpu"])
 
 
-#: What the recipes' Python has made.
+#: The variables of the Python code in a recipe.
 SPACE: dict[str, Any] = {}
-#: What inspect says of what cannot be read.
+#: Functions that make an unreadable file, and a part of the error of the commands.
 UNREAD = {
     cut: "bytes missing",
     of_export: "the weight 'weight' is a pickle",
@@ -552,7 +552,8 @@ UNREAD = {
     empty: "the file is empty",
     cut_pickle: "a pickle that was truncated or damaged",
 }
-#: Heading: how to come to the error (None: nothing raises it on any machine), and what has to work after.
+#: For each heading: a function that prepares the files, and a function that checks the result of the recipe. The first
+#: one returns a function that raises the error, or None if no machine raises it.
 STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], Any]]] = {
     "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False": (
         saving(state, tags=["cuda:0"]),
@@ -731,7 +732,7 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
 }
 
 
-#: What Python 3.13 says in place of a heading.
+#: Messages of Python 3.13 and later, if they differ from the heading.
 SINCE_3_13 = {
     "UnpicklingError: A load persistent id instruction was encountered, but no persistent_load function was "
     "specified": "persistent IDs in protocol 0 must be ASCII strings",
@@ -816,7 +817,8 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64
 PAGE = b"<!DOCTYPE html>\n<html><title>Sign in</title></html>"
 JSON = b'{"architectures": ["Net"]}'
 REFUSED = "UnpicklingError: Weights only load failed ... Unsupported operand"
-#: What torch says: a file of which it says that, and what inspect says of it.
+#: For each error of torch: a function that returns the bytes of a file with this error, and a pattern of the error of
+#: ``inspect``.
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     DAMAGED: (lambda: torch_bytes()[:1500], "bytes missing; download or copy it again"),
     "OSError: [Errno 22] Invalid argument": (
@@ -841,7 +843,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
         r"a pickle.*save only its weights: python -I -c",
     ),
 }
-#: What torch says of a file with a tag, and the tag.
+#: Errors of torch for files with a location tag, and the tag.
 DEVICES = {
     "RuntimeError: torch.UntypedStorage(): Storage device not recognized: mps": "mps",
     "RuntimeError: The HPU device module is not registered": "hpu:0",

@@ -46,7 +46,8 @@ pytestmark = [
 VERSION = torch_facts.version()
 SINCE_3_13 = sys.version_info >= (3, 13)
 Rule = Callable[[str, bool], str]
-#: What is asked for, and which tag that makes of a tag (True: of a generator's state).
+#: The `map_location` of a conversion, and a function that returns the expected location tag. Its arguments are the tag
+#: before, and whether the storage contains the state of a random generator.
 EDITS: dict[str, tuple[Any, Rule]] = {
     "nothing": (None, lambda tag, rng: tag),
     "cpu": ("cpu", lambda tag, rng: "cpu"),
@@ -161,7 +162,8 @@ def test_safe_loader(name: str, tmp_path: Path) -> None:
     )
 
 
-#: So that the test above cannot become empty.
+#: Objects that torch's safe loader reads. Without this list, the test above could pass if the loader refused all
+#: objects.
 SAFE = [
     "dtypes", "special_values", "views", "ties", "small", "sparse", "quantized", "meta", "conj_neg", "nested",
     "two_dtypes", "state_dict", "user_data", "allowed", "wide",
@@ -179,10 +181,10 @@ def test_empty_bytes_for_the_safe_loader(protocol: int, tmp_path: Path) -> None:
     assert_same(empty, torch.load(tmp_path / "dst.pt", weights_only=True))
 
 
-#: Not the same bytes: CPython has one object for each one-character string that it reads, so two ``'a'`` cannot be told
-#: from one ``'a'`` named twice; and pickle's
-#: own writer says a tuple that holds itself twice, which is written in another way here.
-#: Since Python 3.13, pickle keeps no class whose ``__new__`` is called with keywords, and it is kept here.
+#: Objects whose pickle has other bytes. CPython has one object for each one-character string that it reads, so two
+#: strings ``'a'`` cannot be distinguished from one that occurs twice. pickle writes the items of a recursive tuple
+#: twice, and ckptconv writes such a tuple differently. Since Python 3.13, pickle does not store a class in the memo if
+#: it calls ``__new__`` with keywords, and ckptconv does.
 OTHER_BYTES = ["parameters", "numpy_objects", "containers", "cycles", "module"] + ["objects"] * SINCE_3_13
 
 

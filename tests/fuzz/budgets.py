@@ -31,7 +31,7 @@ __all__ = ["SHAPES", "Cost", "file_of", "measured", "opcodes_for", "seconds_for"
 MB = 1 << 20
 SECONDS_EACH_MB, SECONDS_EACH, FLOOR, EACH = 2.0, 10e-6, 64 * MB, 300
 COMMANDS = ("parse", "inspect", "verify", "convert", "loadable", "diff")
-#: Python's hash of an integer is its remainder by this.
+#: The modulus of Python's hash of integers.
 _PRIME = (1 << 61) - 1
 _CALL, _WRAPPED = b"cm\nf\n", b"\x80\x04%b."
 #: A tensor without elements.
@@ -129,7 +129,7 @@ def _modules(n: int) -> bytes:
     return b"](" + _parameters(n // 2) + b"q\0000" + _CLASS + b"q\0010" + module * (n // 26) + b"e"
 
 
-#: A dtype of numpy's, float64, as memo 1.
+#: NumPy's dtype float64, as memo 1.
 _FLOATS = b"cnumpy\ndtype\n\x8c\2f8\x89\x88\x87R(K\3\x8c\1<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tbq\0010"
 _ARRAY = b"h\0h\2K\0\x85C\1b\x87R(K\1K\1\x85h\1\x89C\x08\0\0\0\0\0\0\xf0?tb"
 
@@ -143,7 +143,7 @@ def _data(made_by: bytes, each: bytes, opcodes: int, before: bytes = b"") -> Cal
     return lambda n: before + made_by + b"q\0000](" + each * (n // opcodes) + b"e"
 
 
-#: The end of the state of a dtype of numpy's: its size, alignment and flags.
+#: The end of the state of a NumPy dtype, with its size, alignment and flags.
 _END = b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb"
 _SCALAR = b"cnumpy._core.multiarray\nscalar\nq\0000"
 _NEW_ARRAY = b"cnumpy._core.multiarray\n_reconstruct\nq\0000cnumpy\nndarray\nq\0020" + _FLOATS
@@ -223,7 +223,7 @@ def _below_lists(n: int) -> bytes:
     return b"](](" + b"]" * n + b"e" + chain * 25 + b"e"
 
 
-#: Codecs of Python for texts.
+#: Python's codecs for text.
 _CODECS = (
     "utf_8 latin_1 ascii utf_16 utf_32 utf_7 utf_16_le utf_16_be utf_32_le utf_32_be utf_8_sig raw_unicode_escape "
     "unicode_escape cp437 cp850 cp852 cp1250 cp1251 cp1252 cp1253 cp1254 cp1255 cp1256 cp1257 cp1258 koi8_r koi8_u "
@@ -249,7 +249,7 @@ def _attributes(each: bytes) -> Callable[[int], bytes]:
     return lambda n: b"(" + _GETATTR + b"q\0cm\nf\nq\2" + each * (n // 6) + b"t"
 
 
-#: By name, what makes a value of about so many opcodes.
+#: Functions of a number `n`, which return the opcodes of a value: about `n` opcodes.
 SHAPES: dict[str, Callable[[int], bytes]] = {
     "None": _wide(b"N"),
     "lists": _wide(b"]"),

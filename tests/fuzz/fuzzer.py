@@ -24,7 +24,8 @@ __all__ = ["HANG", "LONGEST", "Fuzzer", "start"]
 MB = 1 << 20
 LONGEST = 1 << 14  # bytes of an input
 HANG = 30  # seconds
-#: Processor time and memory of one input: a floor, and so much for each byte of it.
+#: Limits of the processor time and of the memory for one input: a fixed amount, and an amount for each byte of the
+#: input.
 _BUDGET = {"seconds": (1.0, 2.0 / MB), "memory": (64 * MB, 300)}
 _TOO_MUCH = 1 << 33  # bytes of address space; larger requests raise MemoryError, which is a finding
 _SMALLER = 5.0  # seconds to shorten a finding

@@ -31,7 +31,7 @@ from tests.support import row_pickles
 
 __all__ = ["MUTATORS", "Mutator", "fitting", "noise", "pickles_of", "storages_of"]
 
-#: Changes DATA; the last argument is for what has no structure.
+#: A function that changes data. It applies its last argument to bytes without a known structure.
 Mutator: TypeAlias = Callable[[bytes, Random, Change], bytes]
 
 

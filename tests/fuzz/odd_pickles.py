@@ -12,7 +12,7 @@ from random import Random
 __all__ = ["BY_HAND", "made", "mutated"]
 
 
-#: What a pickler could have written, and some that it could not.
+#: Pickles written by hand: some that a pickler could write, and some that no pickler writes.
 BY_HAND = {
     "rare": (
         b"(I1\nL2L\nF1.5\nS'a'\nVb\nU\x01cT\x01\0\0\0d\x8a\x01\x05\x8b\x01\0\0\0\x05M\1\1J\1\1\1\1tp0\n0(g0\ng0\nlp1\n."
@@ -30,7 +30,7 @@ BY_HAND = {
     "cycle": b"\x80\x02]q\0(h\0}q\1h\1K\1h\0se.",
 }
 _STOP = b"."
-#: What can stand around the digits of a line, or among them.
+#: Spellings of a number in a line, with and without errors.
 _SPELLINGS = (
     b"%d", b"%d", b"%d", b"%d", b" %d", b"%d ", b"\t%d\r", b"+%d", b"-%d", b"%d\0", b"%d\0x", b"%d\0\0 1", b"0%d",
     b"1_%d", b"%d_0", b"00%d", b"%dL", b"%d L", b"\0%d", b"0x%d", b"%d.0", b"%d\x0b\x0c", b"%de0", b"", b"'%d'",
@@ -43,7 +43,7 @@ _ATOMS = (b"N", b"\x88", b"]", b"}", b")", b"\x8f", b"K\x01", b"M\x01\x02", b"J\
           b"B\x01\x00\x00\x00a", b"\x8e" + struct.pack("<Q", 1) + b"a", b"\x96" + struct.pack("<Q", 1) + b"a",
           b"\x8b\xff\xff\xff\xff", b"T\xff\xff\xff\xff", b"\x96" + struct.pack("<Q", 1 << 40))  # a table  # fmt: skip
 _BIG_SLOTS = (255, 256, 65535, 65536, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 16, (1 << 32) - 1, 1 << 63, 1 << 64)
-#: Opcodes without operand: what they take from the stack, and whether they take a MARK.
+#: Opcodes without an operand: the number of objects that each takes from the stack, and those that take a MARK.
 _TAKE = {
     b"0": 1, b"2": 1, b"\x85": 1, b"\x86": 2, b"\x87": 3, b"R": 2, b"\x81": 2, b"\x92": 3, b"b": 2, b"a": 2, b"s": 3,
     b"Q": 1, b"\x93": 2, b"\x98": 1,

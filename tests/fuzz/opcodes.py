@@ -12,7 +12,7 @@ from ckptconv.checkpoint.safe_globals import ALLOWED
 
 __all__ = ["Change", "changed", "split"]
 
-#: Changes bytes in any way.
+#: A function that changes bytes.
 Change = Callable[[bytes], bytes]
 
 _FRAME, _PROTO, _STOP, _MARK, _POP = b"\x95", b"\x80", b".", b"(", b"0"

@@ -48,7 +48,7 @@ from tests.support.reference_machine import trace
 
 __all__ = ["TARGETS", "Target", "run"]
 
-#: One GPU, whatever is here.
+#: A machine with one GPU, for the same results on every machine.
 _MACHINE = Host(1)
 _BY_PATH = 20  # one of so many files has a path
 _TRACED = 2000  # bytes of a pickle that the reference machine also runs, which recurses as deeply as the pickle

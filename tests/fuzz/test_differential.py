@@ -15,7 +15,7 @@ from tests.fuzz.odd_pickles import BY_HAND
 _ROOT = Path(__file__).parents[2]
 _COUNT = 500_000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 15_000
 
-#: What the lenient reader once failed at, each in a way that a few thousand pickles show.
+#: Errors that the lenient reader once had, as statements that bring them back. A few thousand pickles show each error.
 _STRICTER = {
     "slots end at NUL": "lenient._DISPATCH[ord('p')] = lambda m: m.put(int(m.line()))",
     "lines have an end": "lenient._Lenient.line = PickleMachine.line",

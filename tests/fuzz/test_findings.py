@@ -22,10 +22,11 @@ from tests.fuzz.mutators import MUTATORS
 from tests.fuzz.opcodes import split
 from tests.fuzz.seeds import SEEDS, seeds_of
 
-#: torch warns about what the seeds are made with; coverage would go over all modules again and again.
+#: torch warns about some objects in the seeds.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-#: What runs CPython's unpicklers too needs a process of its own (tests/fuzz/test_differential.py).
+#: Targets that are not tested here. The target "lenient" also runs CPython's unpicklers, so it needs a separate process
+#: (tests/fuzz/test_differential.py).
 _ELSEWHERE = {"lenient"} if find_spec("urllib3") and find_spec("fsspec") else {"lenient", "http", "index"}
 TARGETS = [target for target in SEEDS if target not in _ELSEWHERE]
 FINDINGS = [

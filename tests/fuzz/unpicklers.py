@@ -27,9 +27,10 @@ from ckptconv.pickles.lenient import scan_lenient
 
 __all__ = ["CODES", "READERS", "Compared", "Reached", "Way", "bounded", "compared", "reached"]
 
-#: Extension codes that have a global; a pickle names no other one, because there is none in Python itself.
+#: Extension codes with a global. Other codes have none, because Python itself registers none.
 CODES = {code: ("extension", f"e{code}") for code in (1, 2, 130, 255, 256, 513, 65535, 65536, (1 << 31) - 1)}
-#: The text that calls give where they give texts, and how the lenient reader says that it cannot know one.
+#: The text that calls and names return if the way gives texts, and the text that the lenient reader uses for an unknown
+#: text.
 _MADE, _ANY = "made", "builtins.__import__"
 _ENCODINGS = ("latin-1", "latin-1", "utf-8", "ASCII", "bytes")
 _FRAME = b"\x95"
@@ -124,7 +125,8 @@ def _unpickler(base: Any) -> Any:
     return Inert
 
 
-#: By name: what unpickles, and what it reads. A file that can be peeked into is read ahead, as it is in C alone.
+#: The name of each reader, its unpickler, and the type of the file that it reads. If the file can be peeked into, C's
+#: unpickler reads ahead. Python's unpickler never does.
 READERS: tuple[tuple[str, Any, Callable[[bytes], Any]], ...] = (
     ("C's unpickler", _unpickler(_pickle.Unpickler), io.BytesIO),
     ("Python's unpickler", _unpickler(pickle._Unpickler), io.BytesIO),

@@ -31,8 +31,8 @@ from ckptconv.inspection.verification import verify
 from tests.support.hostile_bytes import saved
 from tests.support.judge import assert_same
 
-#: All bits in the long profile, every so manieth here: a number that has no divisor in common with 8, so that each bit
-#: of a byte has its turn.
+#: Every bit in the long profile, and every 61st bit otherwise. 61 has no divisor in common with 8, so all eight bits of
+#: bytes occur.
 STEP = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 61
 
 
@@ -147,8 +147,7 @@ def _extras(found: list[str], data: bytes, at: int, length: int) -> int:
     return end
 
 
-#: What no reader of a checkpoint looks at, or what may be anything: times, attributes, by which version it could be
-#: unpacked, padding.
+#: Fields that no reader of a checkpoint uses, or that may have any value: times, attributes, versions, and padding.
 UNUSED = {
     "local header: version needed", "local header: time", "local header: date", "local header: padding",
     "local header: zip64", "local header: head of padding", "directory: version needed",

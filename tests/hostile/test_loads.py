@@ -21,7 +21,7 @@ from tests.support.torch_process import TorchProcess
 
 #: The number of mutants: 240 in the gate, 20,000 in the long run. pytest's -s shows the outcomes.
 MUTANTS = int(os.environ.get("CKPTCONV_MUTANTS", 4 * settings().max_examples))
-#: How often each level is chosen. Readers accept few files with a mutated byte.
+#: The relative frequency of each level. Readers accept few files with a mutated byte.
 WEIGHTS = {"byte": 1, "opcode": 2, "argument": 3, "container": 2}
 #: The largest share of unmutated kinds whose answer may be 'not known': 2 %.
 NOT_KNOWN = 0.02

@@ -458,8 +458,8 @@ def call(opcode: str, module: str, name: str) -> bytes:
     return CALLS[opcode] % (text(module) + text(name) + b"\x93" if opcode == "STACK_GLOBAL" else named)
 
 
-#: What happens to the result of a call: it stays as a value, or it is discarded by POP, by POP_MARK or after a copy
-#: into the memo, or it is a member of a set or an argument.
+#: Opcodes that keep the result of a call as a value, that discard it by POP, by POP_MARK or after a copy into the memo,
+#: or that use it as a member of a set or as an argument.
 FATES = {
     "kept": b"%b",
     "POP": b"%b0N",

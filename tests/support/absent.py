@@ -16,7 +16,7 @@ __all__ = ["Absent", "uses"]
 
 
 uses: list[str] = []
-"""What was used while tests were collected."""
+"""The names of the missing members that were used while tests were collected."""
 
 
 def _used(cls: Any, *_: object, **__: object) -> Any:

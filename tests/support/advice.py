@@ -20,7 +20,7 @@ __all__ = ["Place", "come_by", "places"]
 
 _PACKAGE = Path(ckptconv.__file__).parent
 _MAKERS = ("option", "Option", "command", "command_line", "shell", "python_command", "saved_by_torch", "Issue")
-#: Code in a text that no maker made: programs of a shell, and calls of torch and ckptconv.
+#: Code in a text that no function of ``_MAKERS`` returned: shell commands, and calls of torch and ckptconv.
 _CODE = re.compile(
     r"pip install|`import|^import $|\b(?:bzip2|xz|zstd|lz4) -dc|7z x|unrar x|\bclone\(\)"
     r"|\b(?:torch|ckptconv|averaged|tensor)\.[a-z_.]+\((?!weights_only)"

@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ODD = "é ü → 模型"
-#: Words of a command. OUT is a folder of its own. What is before ``:`` is copied there first.
+#: Commands. OUT is an empty folder. The file or folder before ``:`` is copied to it first.
 COMMANDS = """
 inspect IN/cuda0.pt --json
 inspect IN/training.pt --json
@@ -112,9 +112,9 @@ cuda0.pt: convert OUT/cuda0.pt OUT/long/a.pt --to cpu
 cuda0.pt: convert OUT/cuda0.pt OUT/ODD.pt --to cpu
 cuda0.pt: inspect OUT/cuda0.pt OUT/cuda0.pt --json
 """.strip().splitlines()
-#: What is printed of this machine and of the time: whether a file loads here, and how fast it was.
+#: Fields of the output that depend on the machine or on the time.
 ELSE_PRINTED = ("loads_here", "findings", "remedy", "remedy_words", "seconds", "torch", "torch_load")
-#: What Windows cannot do: status 1 there, without a change of the file.
+#: Commands that Windows does not support. They fail there with status 1, and do not change the file.
 ELSEWHERE = (
     "convert IN/cuda0.pt nul",
     "cuda0.pt: convert OUT/cuda0.pt --in-place --to cpu",

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 RANKS = 4
-#: Whether this torch can write the folders "own" and "hf"; older ones cannot.
+#: Whether this torch can write the folders "own" and "hf". Older versions cannot.
 HAS_OWN = "use_collectives" in inspect.signature(dcp.save).parameters
 _HuggingFace: Any = getattr(dcp, "HuggingFaceStorageWriter", None)
 HAS_HF = _HuggingFace is not None and "save_distributed" in inspect.signature(_HuggingFace).parameters
@@ -37,7 +37,8 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return numbers.to(torch.complex64).mul(1 + 2j) if dtype.is_complex else numbers.to(dtype)
 
 
-#: What is spread by rows: ten rows over four processes are uneven, two and one leave processes without any.
+#: Tensors that are distributed by rows. Ten rows over four processes are uneven. With two rows or one row, some
+#: processes have none.
 ROWS = {
     "model.embed.weight": _random(10, 6),
     "model.norm.weight": _random(10),
@@ -51,7 +52,7 @@ ROWS = {
     "model.none": torch.empty(0, 4),
     "model.kernel": _random(6, 4, 3, 2).contiguous(memory_format=torch.channels_last),
 }
-#: What is spread over two dimensions of processes, two and two, and how.
+#: Tensors that are distributed over a mesh of two by two processes, and their placements.
 MESH: dict[str, tuple[torch.Tensor, tuple[Placement, Placement]]] = {
     "rows and columns": (_random(7, 9), (Shard(0), Shard(1))),
     "columns and rows": (_random(7, 9, dtype=torch.bfloat16), (Shard(1), Shard(0))),
@@ -65,7 +66,7 @@ MESH: dict[str, tuple[torch.Tensor, tuple[Placement, Placement]]] = {
     "everywhere": (_random(3, 3), (Replicate(), Replicate())),
     "transposed": (_random(8, 6).t(), (Shard(1), Shard(0))),
 }
-#: Those whose elements do not stand in row-major order, which safetensors' own writer refuses.
+#: Tensors whose elements are not stored in row-major order. The safetensors library refuses to write them.
 OUT_OF_ORDER = ("transposed", "model.kernel")
 WHOLE = {
     "plain": _random(4, 3),

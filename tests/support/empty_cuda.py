@@ -16,7 +16,8 @@ from collections import defaultdict
 from pathlib import Path
 
 SYSTEM = re.compile(r"(lib(c|m|dl|pthread|rt|stdc\+\+|gcc_s|util|numa|z)|ld-linux.*)\.so.*")
-#: How the names of functions begin, by library. A function belongs to the first library whose pattern matches.
+#: Patterns of the beginnings of function names, by library. A function belongs to the first library whose pattern
+#: matches.
 FUNCTIONS = {
     "libcublasLt": "cublasLt",
     "libcublas": "cublas",

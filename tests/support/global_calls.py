@@ -37,7 +37,8 @@ def lines(module: str, name: str) -> bytes:
     return f"{module}\n{name}\n".encode()
 
 
-#: Opcodes that push the result of a call of a global, or the global, by module, name and the pushed tuple of arguments.
+#: Functions of a module, a name, and opcodes that push a tuple of arguments. They return opcodes that push the global,
+#: or the result of its call.
 NAMINGS: dict[str, Callable[[str, str, bytes], bytes]] = {
     "GLOBAL": lambda m, n, _: b"c" + lines(m, n),
     "STACK_GLOBAL": lambda m, n, _: short(m) + short(n) + b"\x93",
@@ -73,7 +74,7 @@ NAMINGS: dict[str, Callable[[str, str, bytes], bytes]] = {
 }
 EXTENSIONS = {"EXT1": b"\x82\x07", "EXT2": b"\x83\x07\x01", "EXT4": b"\x84\x07\x00\x01\x00"}
 
-#: Where what CODE pushes can stand.
+#: Functions that return opcodes with the value of `code` at a position in another value.
 PLACES: dict[str, Callable[[bytes], bytes]] = {
     "value": lambda code: code,
     "list": lambda code: b"](" + code + b"e",
@@ -106,7 +107,7 @@ def _long(data: bytes) -> bytes:
     return data + b"." * 70_000
 
 
-#: Opcodes that push a byte string with the pickle DATA in it.
+#: Functions that return opcodes for a byte string with the pickle `data` in it.
 NESTS: dict[str, Callable[[bytes], bytes]] = {
     "SHORT_BINBYTES": lambda data: b"C" + bytes([len(data)]) + data,
     "BINBYTES": lambda data: b"B" + struct.pack("<I", len(data)) + data,

@@ -131,7 +131,8 @@ def data_of(data: bytes, name: str) -> int:
     return start
 
 
-#: Where the numbers that both headers of a member have stand in the local one and in the central one, and their forms.
+#: The fields in both headers of a member: the offset in the local header, the offset in the central header, and the
+#: format.
 FIELDS = {
     "flags": (6, 8, "<H"),
     "method": (8, 10, "<H"),

@@ -277,7 +277,7 @@ def _changes(it: Exchange, **how: str) -> None:
     it.send(206, it.headers(**more), it.part)
 
 
-#: What a server can do that it should not, and the error that ends it.
+#: Wrong responses of a server, and the error that each of them causes.
 LIES: dict[str, tuple[Callable[[Exchange], None], str]] = {
     "no ranges": (
         lambda it: it.send(200, it.headers(Content_Range="", Content_Length=str(len(it.data))), it.data),
@@ -350,7 +350,7 @@ LIES: dict[str, tuple[Callable[[Exchange], None], str]] = {
 }
 
 
-#: What a server can send in place of all of a file, and never end.
+#: Responses that never end, for a server that is asked for a complete file.
 SLOW_DOWNLOADS: dict[str, Callable[[Exchange], None]] = {
     "head": lambda it: _dribble(it, b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 90),
     "length of a chunk": lambda it: _chunked(it, _slowly(b"0")),

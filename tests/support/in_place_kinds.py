@@ -18,10 +18,10 @@ from tests.support.archives import without_crc32
 from tests.support.torn_writes import loads
 from tests.support.writers import distributed
 
-#: The files of a checkpoint and what is in them.
+#: The contents of the files of a checkpoint, by their names.
 Contents = dict[str, bytes]
 KINDS = ("zip", "legacy", "pickle", "safetensors", "shards", "dcp")
-#: Longer than any name: what is renamed to it does not fit where the old names stood.
+#: A prefix that is longer than any name. Names with this prefix do not fit in the place of the old names.
 LONG = "a.name.that.is.much.longer.than.it.was."
 
 

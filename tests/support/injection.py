@@ -20,14 +20,14 @@ from typing import Any
 from ckptconv.inspection.verification import checkpoints_in, verify
 from ckptconv.output.files import is_temporary
 
-#: What is in a file, or in the files of a folder; None where nothing stands.
+#: The content of a file, or of the files of a folder. None if the path does not exist.
 Content = bytes | dict[str, bytes] | None
 
-#: What stands at a target before: a file, or a model in one shard.
+#: The old content of a target: of a file, or of a folder with a model in one shard.
 OLD = b"the old output"
 OLD_SET: Content = {"pytorch_model-00001-of-00001.bin": b"old", "pytorch_model.bin.index.json": b"{}"}
 
-#: The calls by which the state of a disk changes, or which decide about that.
+#: Calls that change the state of a disk, or whose results decide about a change.
 WRITE_SIDE = (
     "openat",
     "ioctl",
@@ -56,7 +56,8 @@ WRITE_SIDE = (
 _NAMING = ("rename", "link", "renameat2")
 _WRITING = ("pwrite64", "copy_file_range", "fallocate")
 _REMOVING = ("unlink", "unlinkat", "rmdir")
-#: Of which the import of torch makes thousands, more or fewer from run to run: not traced beside it.
+#: Calls that the import of torch makes thousands of times. Their number differs between runs, so they are not traced
+#: for conversions with threads.
 _UNCOUNTED = ("openat", "ioctl", "close", "fstatfs", "statfs")
 
 ERRORS = ("error=ENOSPC", "error=EIO", "error=EDQUOT", "error=EINTR")

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-#: The mode that each fake tensor refers to, the place in the file that a fake storage remembers, the mark of a storage
-#: of the older format that no tensor has shown.
+#: Attributes that are not compared: the mode of a fake tensor, the offset of a fake storage in the file, and the mark
+#: of a storage in the older format.
 _MACHINERY = ("fake_mode", "_checkpoint_offset", "_torch_load_uninitialized")
 
 

@@ -21,11 +21,11 @@ from web.build import NOT_HERE
 __all__ = ["main"]
 
 found: collections.Counter[str] = collections.Counter()
-"""How many tests ended how, and how many files could not be read."""
+"""The number of tests with each outcome, and the number of files that could not be read."""
 
-#: Packages that tests import, and that are not there.
+#: Packages that tests import and that are missing.
 PACKAGES = ("torch", "numpy", "safetensors", "huggingface_hub")
-#: By what is not there: the error of using it, and what its text has.
+#: For each missing thing: the type of the error if it is used, and a part of the message.
 ERRORS: dict[str, tuple[type[BaseException], str]] = {
     "processes": (OSError, "emscripten does not support processes"),
     "threads": (RuntimeError, "can't start new thread"),
@@ -34,9 +34,9 @@ ERRORS: dict[str, tuple[type[BaseException], str]] = {
     "a module": (ModuleNotFoundError, "No module named"),
     "an archive that torch writes": (zipfile.BadZipFile, "File is not a zip file"),
 }
-#: Files that used such a package when they were read; what they made so is not what their tests ask for.
+#: Test files that used a missing package during their import. Their tables contain stand-ins.
 FILES: set[Path] = set()
-#: What the page does not have, or does not use: it writes no files.
+#: Modules that the page does not contain, and the modules that write files, which it does not use.
 ELSEWHERE = tuple(f"{ROOT}/ckptconv/{name}" for name in (*NOT_HERE.split(), "output"))
 
 for _name in PACKAGES:
@@ -57,7 +57,7 @@ def _wait(self: threading.Condition, timeout: float | None = None) -> bool:
     raise RuntimeError("can't start new thread: nobody ends this wait")
 
 
-threading.Condition.wait = _wait  # type: ignore[method-assign]  # which would be for ever
+threading.Condition.wait = _wait  # type: ignore[method-assign]  # the wait would never end
 
 
 def lacks(error: BaseException | None) -> str | None:

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from tests.support.megatron_folders import by_torch
 
 VOCAB, PADDED = 100, 128
-#: What the configuration of each case has in addition to that of all cases; our own keys are under ``run``.
+#: The configuration of each case, in addition to the common configuration. Keys that are not Megatron's are under
+#: ``run``.
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-adam": {"run": {"optimizer": True}},

@@ -438,7 +438,7 @@ def _value(nodes: list[Any], random: Random) -> Value:
     return made
 
 
-#: What a mutator changes, by its name.
+#: Functions that change data, by the part of the file that they change.
 LEVELS: dict[str, Callable[[bytes, Random], bytes]] = {
     "byte": _bytes,
     "opcode": _opcodes,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["NO_FILES"]
 
-#: By what it is: a function that makes it at a path.
+#: Functions that create an object at a path, by the kind of the object.
 NO_FILES: dict[str, Callable[[Path], object]] = {
     "folder": Path.mkdir,
     "FIFO": lambda path: os.mkfifo(path),  # looked up when it is called, because not every system has it

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
 TESTS = ROOT / "tests"
 SUPPORT = TESTS / "support"
-#: Texts that commands are to print.
+#: The expected output of commands.
 GOLDEN = SUPPORT / "golden"
 
 

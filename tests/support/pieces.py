@@ -20,7 +20,7 @@ NUMBERS = torch.arange(-60.0, 60).to(torch.float32)
 RAW = NUMBERS.numpy().tobytes()
 
 
-#: Parts of the numbers: each extent of some view.
+#: Ranges of the numbers. Each one is the extent of a view.
 RANGES = [(0, 40), (60, 61), (64, 100), (101, 120)]
 
 

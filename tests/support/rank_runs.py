@@ -29,9 +29,9 @@ import ckptconv
 from tests.support.dcp_ranks import MESH, RANKS, ROWS, run_all
 
 WHOLE = "whole.pt"
-#: The folders with a model's files that a run of any number of processes leaves.
+#: The folders that a run with any number of processes writes for a model.
 MODELS = ("fsdp2", "hsdp", "tp", "fsdp1", "fsdp1 of DTensors", "fsdp1 hybrid")
-#: Tensors over two dimensions of processes; of some each process has several strips.
+#: Tensors that are distributed over two dimensions of processes. For some tensors, a process has several strips.
 WITH_STRIPS: dict[str, tuple[torch.Tensor, tuple[Placement, ...]]] = {
     **MESH,
     "strips": (torch.arange(33.0).reshape(11, 3), (Replicate(), _StridedShard(0, split_factor=3))),

@@ -37,7 +37,7 @@ _FOPEN_DIRECT_IO = 1
 _BIG_WRITES = 1 << 5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-#: What the log is made of: offset, length, then so many bytes; a flush has a length of 0.
+#: The head of a record of the log: an offset, and the length of the bytes that follow. A flush has the length 0.
 _RECORD = struct.Struct("<QQ")
 _SECTOR = 512  # the unit that a disk writes completely or not at all
 

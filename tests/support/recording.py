@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-#: Words of a conversion, and the name of its target. Each is run on every checkpoint.
+#: The name of the output and the options of each conversion. All conversions run on every checkpoint.
 CONVERSIONS = (
     ("out.pt", "-v"),
     ("out.pt", "--to cpu -v"),
@@ -72,7 +72,7 @@ READING = (
     "verify",
     "verify --json --strict",
 )
-#: Words that are no right command line, and commands on several files.
+#: Help texts, invalid command lines, and commands on several files.
 OTHERS = (
     "",
     "--help",

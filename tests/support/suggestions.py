@@ -17,13 +17,13 @@ from ckptconv.inspection.comparison.options import DiffOptions
 
 _PACKAGE = Path(ckptconv.__file__).parent
 CONTEXT = click.Context(cli, **cli.context_settings)
-#: The commands, and the flags of each.
+#: The commands by their names, and the flags of each command.
 COMMANDS = {name: command for name in cli.list_commands(CONTEXT) if (command := cli.get_command(CONTEXT, name))}
 FLAGS = {
     name: {flag for each in command.params for flag in each.opts if flag.startswith("-")}
     for name, command in COMMANDS.items()
 }
-#: The keywords that functions have.
+#: The keywords of the functions of the package.
 KEYWORDS = {
     *ConvertOptions.__annotations__,
     *JobOptions.__annotations__,
@@ -32,7 +32,7 @@ KEYWORDS = {
 }
 
 _LONG = "|".join(re.escape(flag) for flag in set().union(*FLAGS.values()) if flag.startswith("--"))
-#: A flag of ours; or a call that would make one, in a text that was to be an f-string.
+#: A flag of ckptconv, or ``{option(`` in a text that should be an f-string.
 _OURS = re.compile(rf"(?<![\w-])(?:{_LONG})(?![\w-])|{{option\(")
 _MAKERS = ("option", "Option", "command", "command_line")
 _COMPOSED = (ast.BinOp, ast.JoinedStr, ast.FormattedValue)

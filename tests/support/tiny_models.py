@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-#: The same arithmetic on both sides, so that logits can be compared bit for bit.
+#: Selects the same arithmetic on both sides, so that logits can be compared bit for bit.
 EAGER = {"attn_implementation": "eager"}
 
 

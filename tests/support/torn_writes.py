@@ -22,7 +22,7 @@ import torch
 import ckptconv
 from ckptconv.byteranges.undo_journal import SECTOR
 
-#: What was done: ("write", offset, bytes), ("size", bytes) or ("sync",).
+#: An operation on a file: ("write", offset, bytes), ("size", bytes) or ("sync",).
 Operation = tuple[Any, ...]
 
 
@@ -99,7 +99,7 @@ def _done(content: bytes, operations: list[Operation]) -> bytes:
     return bytes(room)
 
 
-#: How others read a file, by its suffix or name; torch's safe loader reads what is not here.
+#: Functions of other libraries that read a file, by its suffix or name. torch's safe loader reads all other files.
 _READERS: dict[str, Callable[[bytes], object]] = {
     ".pkl": pickle.loads,
     ".metadata": pickle.loads,

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ckptconv
 from tests.support.judge import assert_same
 
-#: Five rows: three on rank 0, two on rank 1.
+#: A tensor with five rows: three are on rank 0, and two are on rank 1.
 WHOLE = torch.arange(15.0).reshape(5, 3)
 
 

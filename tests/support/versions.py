@@ -110,7 +110,7 @@ def keep(row: list[str]) -> None:
 
 def needs() -> list[str]:
     """Return the packages that the tests need, except torch, and those that torch needs for its import."""
-    import tomllib  # type: ignore[import-not-found]  # of Python 3.11, which runs .ci/versions
+    import tomllib  # type: ignore[import-not-found]  # new in Python 3.11, which runs .ci/versions
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found, extras = [*project["dependencies"]], ["test"]

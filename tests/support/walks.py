@@ -17,7 +17,7 @@ class Walks:
     """A counter of the nodes that ``walk`` yields and the places that ``find_places`` yields, from its creation on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        #: For each walk what walks, and over how much.
+        #: For each walk: the name of the function, and the number of items.
         self.lengths: list[tuple[str, int]] = []
         for function in (graph.walk, paths.find_places):
             counted = self._counted(function)

@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["main"]
 
-#: What the page does not have; it does not know its machine either.
+#: Packages that the page does not contain.
 NOT_THERE = ("torch", "numpy", "safetensors", "huggingface_hub")
 FORMATS = ("pt", "safetensors")
 

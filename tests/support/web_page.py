@@ -18,7 +18,7 @@ import pytest
 
 __all__ = ["Page", "Site", "built", "opened_page", "program_of", "served", "used_in"]
 
-#: Milliseconds in which anything of these tests is done, on a busy machine too.
+#: The timeout of each step in milliseconds, which is long enough for a busy machine.
 PATIENCE = 60_000
 _DRIVER = "puppeteer-core@24.43.1"
 _PROGRAMS = {

@@ -18,7 +18,7 @@ from tests.support.absent import Absent, uses
 
 __all__ = ["WithoutTorch"]
 
-#: Packages that tests import, and that such an environment does not have.
+#: Packages that tests import and that may be missing.
 PACKAGES = (
     "torch", "numpy", "safetensors", "huggingface_hub", "transformers", "urllib3", "botocore", "fsspec", "zlib_ng",
 )  # fmt: skip

@@ -50,7 +50,7 @@ NAMES = {
         sigtimedwait sigwait sigwaitinfo struct_siginfo""",
 }
 
-sys.modules |= dict.fromkeys(MODULES.split())  # type: ignore[arg-type]  # importing one raises ImportError
+sys.modules |= dict.fromkeys(MODULES.split())  # type: ignore[arg-type]  # their import raises ImportError
 for _module, _names in NAMES.items():
     for _name in _names.split():
         if hasattr(_module, _name):  # some names exist only in newer versions

@@ -19,7 +19,7 @@ from tests.support import torch_facts
 __all__ = ["ALONE", "calculated_offsets", "distributed", "scripted", "sharded"]
 
 
-#: What says to torch.distributed.checkpoint that there is one process. torch 2.6 finds that out.
+#: The keyword which tells torch.distributed.checkpoint that there is only one process. torch 2.6 finds this out itself.
 ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 _BF16 = {"bf16": {"enabled": True}}
-#: The configuration of each case: ``zero_optimization``, other keys of DeepSpeed's, and our own under ``run``.
+#: The configuration of each case: ``zero_optimization`` as ``zero``, and other keys of DeepSpeed. Keys that are not
+#: DeepSpeed's are under ``run``.
 CASES: dict[str, dict[str, Any]] = {
     "stage1": {"zero": {"stage": 1}, **_BF16},
     "stage1-fp32": {"zero": {"stage": 1}},

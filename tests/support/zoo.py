@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import nn
 
-#: The tags that storages get in turn.
+#: The location tags that storages get in turn.
 TAGS = ("cpu", "cuda:0", "cuda:1", "mps", "xpu:1")
-#: The sizes of what is a generator's state in the objects of RNG, and of nothing else there.
+#: The sizes of the generator states in the objects of RNG. Nothing else in these objects has such a size.
 RNG_SIZES = (5056, 16)
 
 
@@ -200,9 +200,9 @@ def a_function(*args: Any) -> None:
 # Tensors
 
 
-#: Every dtype of torch, once: ``float`` and ``float32`` are one.
+#: Every dtype of torch. Aliases such as ``float`` and ``float32`` are one dtype.
 DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
-#: Those that only tensors without a storage of their own can have.
+#: Names of the dtypes that only tensors without their own storage can have.
 SUB_BYTE = re.compile(r"torch\.u?int[1-7]")
 
 
@@ -632,7 +632,7 @@ def wide() -> Any:
     return {f"layer.{i}.weight": torch.full((2,), float(i)) for i in range(100)}
 
 
-#: Every object, by name.
+#: Functions that return the objects, by their names.
 ZOO: dict[str, Callable[[], Any]] = {
     builder.__name__: builder
     for builder in (
@@ -671,7 +671,7 @@ ZOO: dict[str, Callable[[], Any]] = {
         wide,
     )
 }
-#: Those in which there are states of random generators.
+#: Objects with states of random generators.
 RNG = ("training", "rng", "generator")
-#: The lowest protocol that an object needs, where it is not 2.
+#: The lowest protocol that an object needs, if it is not 2.
 NEEDS_PROTOCOL = {"qualified": 4, "set_cycle": 4}

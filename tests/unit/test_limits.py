@@ -304,7 +304,7 @@ CASES: dict[str, Case] = {
     ),
 }
 
-#: Bounds whose tests stand with what they are on, each by the test's name.
+#: Limits without an entry in CASES, and the names of their tests.
 ELSEWHERE = {
     "far_files": "stores/test_far_folders.py::test_too_many_files",
     "far_name": "stores/test_far_folders.py::test_a_list_that_lies",

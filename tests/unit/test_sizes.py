@@ -16,7 +16,7 @@ import ckptconv
 
 pytestmark = pytest.mark.untraced
 LINES, PARAMETERS = 60, 8
-#: Their keywords are what a user can ask for, declared in ``conversion.options``.
+#: Functions whose keywords are options for users, declared in ``conversion.options``.
 PUBLIC = {"convert", "diff", "jobs_in", "plan", "save"}
 
 

@@ -20,7 +20,7 @@ from ckptconv.work import Work, bounded, seen, tell, watched, work
 from tests.fuzz.budgets import file_of
 from tests.support.hostile_bytes import dict_of, pickle_of, storage, tensor, text, torch_zip_of, zip_of
 
-#: Shapes whose nodes are many, each of which some command has to visit several times.
+#: Shapes with many nodes, which some command has to visit several times.
 DEAR = (
     "lists",
     "tuples in tuples",

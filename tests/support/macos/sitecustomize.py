@@ -60,7 +60,7 @@ def _context(module: Any) -> None:
     module._default_context._default_context = module._concrete_contexts["spawn"]
 
 
-#: What is done with a module after it was imported.
+#: Functions that change a module after its import.
 AFTER = {
     "ckptconv.system.posix": _of_macos,
     "ckptconv.system.filesystem": _filesystem,
@@ -91,6 +91,6 @@ for _module, _names in LACKS.items():
     for _name in _names.split():
         if hasattr(_module, _name):
             delattr(_module, _name)
-errno.EOPNOTSUPP = 102  # type: ignore[misc]  # there, filesystems answer ENOTSUP, which is another number
-fcntl.F_FULLFSYNC = 51  # type: ignore[attr-defined]  # which Linux does not know, as some filesystems there
+errno.EOPNOTSUPP = 102  # type: ignore[misc]  # filesystems of macOS report ENOTSUP, which is another number
+fcntl.F_FULLFSYNC = 51  # type: ignore[attr-defined]  # Linux does not support it, like some filesystems of macOS
 sys.meta_path.insert(0, _Finder)

@@ -179,7 +179,8 @@ def test_harmful_functions_in_c(name: str) -> None:
 
 # The installed libraries
 
-#: Imported, and each name in them compared; turtle needs a screen, and antigravity a browser.
+#: Modules to import. The names in all loaded modules are compared. The list has no turtle, which needs a screen, and no
+#: antigravity, which opens a browser.
 MODULES = (
     "argparse", "configparser", "http.cookiejar", "logging.config", "mailbox", "pstats", "pydoc", "tracemalloc", "wave",
     "unittest.mock", "xml.dom.minidom", "xml.etree.ElementTree", "numpy", "torch", "torch._dynamo", "torch.export",
@@ -187,7 +188,7 @@ MODULES = (
     "fsspec",
 )  # fmt: skip
 
-#: Names that modules make while they are imported.
+#: Names that modules create during their import.
 MADE = {"_io.open_code", "torch._dynamo.guards._method", "torch._dynamo.exc.format_exc", "torch.xpu.c_uint32"}
 
 COMPARE = """

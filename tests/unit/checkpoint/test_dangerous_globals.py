@@ -82,7 +82,7 @@ def test_no_tensor_subclass_of_torch_is_dangerous() -> None:
     assert is_dangerous(Global("torch.testing._internal.common_utils", "shell"))
 
 
-#: What advisories for pickle scanners report, in whatever module it stands.
+#: Globals that advisories about pickle scanners report, from any module.
 MISSED = [
     "torch.jit.unsupported_tensor_ops.execWrapper",
     "numpy.testing._private.utils.runstring",
@@ -147,7 +147,7 @@ MISSED = [
     "importlib.import_module",
     "marshal.loads",
 ]
-#: Names with dots that go through a harmless module to a dangerous one, or to its innards.
+#: Modules, and names with dots that lead from them to a dangerous module or to internal attributes.
 LEADING = [
     ("torch.serialization", "os.system"),
     ("torch", "serialization.os.system"),
@@ -169,7 +169,8 @@ LEADING = [
     ("torch.multiprocessing.reductions", "ForkingPickler.loads"),
     ("statistics", "reduce"),
 ]
-#: Modules of the user's that are called like the standard library's, and what trainers save.
+#: Globals that are not dangerous: members of the user's modules with names from the standard library, and globals that
+#: trainers save.
 UNKNOWN = [
     "mine.os.Net",
     "mine.commands.Net",
@@ -210,8 +211,9 @@ UNKNOWN = [
     "mine.Metric.reduce",
     "mine.Net.from_file",
 ]
-#: pickle writes ``getattr(object, 'name')`` for methods and inner classes; what leads to innards or modules, is
-#: computed, or hands the function on, is dangerous.
+#: Pickles, and the concern or None. pickle writes ``getattr(object, 'name')`` for methods and inner classes. A call of
+#: ``getattr`` is dangerous if the name leads to internal attributes or modules, or is computed. ``getattr`` as a value
+#: is dangerous if another function receives it.
 GETATTR = [
     (b"cbuiltins\ngetattr\nctorch.nn\nModule\nX\x0b\0\0\0__globals__\x86R.", "builtins.getattr of '__globals__'"),
     (b"c__builtin__\ngetattr\nctorch\nserialization\nU\x02os\x86R.", "builtins.getattr of 'os'"),
@@ -248,7 +250,7 @@ def rebuilt(core: str) -> bytes:
     return f"cnumpy.{core}.multiarray\n_reconstruct\n".encode()
 
 
-#: Pickles, and what is dangerous in them.
+#: Pickles, and the dangerous globals in them.
 PICKLES: dict[str, tuple[bytes, list[str]]] = {
     "a call whose result is discarded": (b"cos\nsystem\n(X\x01\x00\x00\x00xtR0N.", ["os.system"]),
     "below protocol 3, __builtin__ is builtins": (b"\x80\x02c__builtin__\neval\n.", ["builtins.eval"]),
@@ -349,7 +351,7 @@ def test_loadable_globals_are_not_dangerous() -> None:
     assert not [name for name in names if is_dangerous(Global(*name.rsplit(".", 1)))]
 
 
-#: Functions of dangerous modules that others lend and nothing comes of, and what is called like one.
+#: Names of harmless functions of dangerous modules that other modules contain, and of other functions with such a name.
 HARMLESS = {
     "Lock", "active_children", "allocate_lock", "current_process", "daemon_threads_allowed", "default_int_handler",
     "distribution", "excepthook", "exit_thread", "fsdecode", "fsencode", "fspath", "get_ident", "get_main_thread_ident",

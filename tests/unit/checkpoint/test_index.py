@@ -28,7 +28,7 @@ from tests.support.walks import Walks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo")
 
-#: Options of conversions that edit, alone and one after another.
+#: Options of conversions: no edits, edits of one kind, and several kinds together.
 EDITS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "devices": {"map_location": {"any": "cuda:1", "cpu": "mps"}},

@@ -556,7 +556,7 @@ STORAGE_OF_IT = b"ctorch.storage\n_load_from_bytes\nh\x00h\x01h\x02\x86R\x85R"
 SHARED_LIST = b"\x80\x02(K\x01K\x02lq\x000]("
 
 SOMETHING_ELSE = "does not contain exactly one storage"
-#: Objects that torch does not nest, because a nested file of torch contains exactly one storage.
+#: Objects that torch does not nest. A nested file of torch contains exactly one storage.
 OTHER_OBJECTS = {
     "a dict": {"a": torch.ones(2)},
     "a tensor": torch.ones(2),

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:tests.unit.formats.test_safetensors",
 )
 
-#: Objects of the zoo with a clear choice of a state dict, and functions that return this state dict.
+#: Objects of the zoo in which the choice of a state dict is clear, and functions that return this state dict.
 STATE_DICTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     **dict.fromkeys(["views", "conj_neg", "two_dtypes", "subclass", "state_dict", "wide"], lambda made: made),
     "ties": lambda made: made["nested"],
@@ -51,7 +51,7 @@ STATE_DICTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     "training": lambda made: made["model"],
     "allowed": lambda made: made["ordered"],
 }
-#: Objects of the zoo with a state dict that contains tensors that the format cannot store.
+#: Objects of the zoo with a state dict of tensors that the format cannot store.
 UNHOLDABLE = ("dtypes", "sparse", "quantized")
 
 
@@ -653,7 +653,7 @@ def test_state_dict_under_a_usual_name_is_chosen(name: str, src: Path, safe: Pat
     assert_equal(converted(src, safe), WEIGHTS)
 
 
-#: Paths of the only state dict, and the objects that contain it there.
+#: Paths of the only state dict, and objects that contain it at these paths.
 PLACES: dict[str, dict[str, Any]] = {
     "teacher": {"teacher": WEIGHTS},
     "a/b/c": {"a": {"b": {"c": WEIGHTS}}},

@@ -33,7 +33,7 @@ from ckptconv.pickles.repeats import RepeatedError, RepeatMachine
 
 _COUNT = 100_000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 100
 _SHAPES = ((4, 4), (8,), (), (300, 2), (2, 2, 2))
-#: What a hostile file has in place of an opcode or operand: gets, puts, integers, and the texts that name attributes.
+#: Replacements for an opcode or operand: gets, puts, integers, and others.
 _ODD = (b"h\x05", b"K\x07", b"q\x07", b"r\x00\x01\x00\x00", b"\x94", b"0", b"2", b"]", b"\x88", b"N", b"u", b"(", b"b")
 
 

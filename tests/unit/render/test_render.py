@@ -321,8 +321,8 @@ NPU = "11 tensors are on npu:0 (first: conv.weight), and torch.load needs a mach
 OUTPUTS = [f"ckptconv convert 'a b.pt' {out} --to cpu" for out in ("x.pt", "'y z.pt'", "w.pt")]
 SAME = [finding("device", f"reason {i}", command) for i, command in enumerate(OUTPUTS)]
 
-#: Findings, the command for all of them, and what is drawn of them from the second line on.
 YES = "  loads here    yes: torch.load(path, weights_only=True), rules of torch 2.13"
+#: Findings, the command for all of them, and the expected lines from the second one on.
 VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
     "the command for all findings is above them, and they have none of their own; notes come last": (
         [NOTE, *DEVICES],

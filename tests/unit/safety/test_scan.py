@@ -119,7 +119,7 @@ def test_a_global_is_listed_once(write: Write) -> None:
 
 CUT_ARCHIVE = ways.NESTS["BINBYTES"](zip_of({"a/data.pkl": INNER})[:-1])
 INSIDE = "os.system at x (pickle inside)"
-#: Files, and what is found in them first.
+#: Files, and the first concern that is expected.
 NAMED: dict[str, tuple[bytes, str]] = {
     "the constants of a program are a pickle of its own": (ways.program_of(CALL), "os.system at constants.pkl: [0]"),
     "and both count": (ways.program_of(CALL, "data.pkl"), "os.system at [0]"),

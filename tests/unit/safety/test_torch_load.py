@@ -47,7 +47,7 @@ from tests.support.sampled import sampled
 HOOKS: Any = OrderedDict()
 VERSION = torch_facts.version()
 TORCH = "{}.{}".format(*VERSION)
-#: Whether this torch has nested tensors on its list.
+#: Whether this torch allows nested tensors.
 NESTED = Rules(VERSION).allow("torch._utils._rebuild_nested_tensor")
 takes_nested = pytest.mark.skipif(not NESTED, reason="this torch refuses all nested tensors")
 utils = torch._utils
@@ -142,7 +142,7 @@ SIZES, STRIDES, OFFSETS = torch.tensor([[2], [3]]), torch.tensor([[1], [1]]), to
 LOADS, REFUSED, NOT_KNOWN = "loads", "refused", "not known"
 ORDERED: Any = Reduced(OrderedDict, ())
 
-#: By a name: an object, what is said of it, and what is in the reason.
+#: Objects with calls, the expected answer, and a text in the reason.
 CALLS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a view": (v2, LOADS, ""),
     "a size that is a torch.Size": (lambda: v2((2, torch.Size([2, 2]))), LOADS, ""),
@@ -288,7 +288,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str]] = {
 }
 
 
-#: What older versions of torch do not check: the first version that does, and what is said for those before it.
+#: Checks that older versions of torch lack: the first version with the check, and the answer for earlier ones.
 SINCE = {
     "too few scales": ((2, 13), NOT_KNOWN),
     "an axis that is none": ((2, 13), NOT_KNOWN),
@@ -319,7 +319,7 @@ def test_calls(name: str, tmp_path: Path) -> None:
     check(path, *expected_here(name, expected, text))
 
 
-#: What no pickler writes, by opcodes: what is said of it, and what is in the reason.
+#: Opcodes that no pickler writes, the expected answer, and a text in the reason.
 PICKLES: dict[str, tuple[bytes, str, str]] = {
     "a plain value": (b"N", LOADS, ""),
     "a dtype is called": (b"ctorch\nfloat32\n)R", REFUSED, "torch.float32: it cannot be called"),
@@ -359,7 +359,7 @@ def test_pickles(name: str, tmp_path: Path) -> None:
 
 WHOLE = saved({"a": torch.ones(2), "b": torch.zeros(3, dtype=torch.int64)})
 
-#: Records that are others than torch writes: what is said of the file, and what is in the reason.
+#: Records that differ from those of torch, the expected answer, and a text in the reason.
 RECORDS: dict[str, tuple[Mapping[str, bytes | None], str, str]] = {
     "as torch writes it": ({}, LOADS, ""),
     "version 10": ({"version": b"10"}, LOADS, ""),
@@ -470,7 +470,7 @@ def small_nested() -> Any:
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
-#: By the limit: an object, how it is stored, and how much it takes of it.
+#: For each limit: an object, its compression, and the amount that it takes.
 BOUNDS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "values_read": (small_nested, zipfile.ZIP_STORED, 3 * 2 * 16),
     "values_copied": (lambda: from_cpu(torch.ones(2), torch.float64), zipfile.ZIP_STORED, 2 * 16),
@@ -526,7 +526,7 @@ OLD_PARAMETER = Reduced(
 )
 VIEW = storage_id(torch.FloatStorage, "1", "cuda:0", 4, ("2", 1, 2))
 
-#: Objects of the older format, with one storage of 16 bytes, and what is said of them.
+#: Objects in the older format with one storage of 16 bytes, the expected answer, and a text in the reason.
 OLD_OBJECTS: dict[str, tuple[Any, str, str]] = {
     "a part of a storage": (Reduced(utils._rebuild_tensor, (VIEW, 0, (2,), (1,))), LOADS, ""),
     "of torch before 0.4": (OLD_PARAMETER, LOADS, ""),

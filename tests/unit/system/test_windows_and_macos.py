@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "cuda0.pt"
-#: The program that waits for the disk, in steps that a signal can interrupt, and says so first.
+#: A program that prints a line and then waits for the disk, in steps that a signal can interrupt.
 SLOW = """
 import sys, time
 from ckptconv.cli.main import main

@@ -18,17 +18,17 @@ from ckptconv.byteranges.spans import ByteRange, Cast
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, to_dtypes
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: float8_e8m0fnu holds scales, and nothing is cast to it.
+#: The dtypes to cast to. float8_e8m0fnu stores scales, and nothing is cast to it.
 TARGETS = sorted(FLOATS - {"float8_e8m0fnu"})
-#: Bits behind the exponent in which rounding goes different ways, for each of the smaller dtypes: halves of a step, one
-#: more and one less, all ones.
+#: The number of mantissa bits, and the bits that are half of a step in a smaller dtype. A number with such a bit can be
+#: rounded in different directions.
 _MANTISSAS = {
     "float32": (23, (15, 12, 19, 20, 21, 22)),
     "float64": (52, (28, 44, 41, 48, 49, 50)),
 }
 
 
-#: The largest number, and the step to the one that would come next.
+#: The largest number of each dtype, and the distance to the number that would follow.
 _LARGEST = {
     "float32": ((2 - 2**-23) * 2.0**127, 2.0**104),
     "bfloat16": ((2 - 2**-7) * 2.0**127, 2.0**120),

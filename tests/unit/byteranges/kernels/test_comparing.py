@@ -138,7 +138,7 @@ def test_tensor_equals_itself(data: st.DataObject) -> None:
 
 
 NAN = float("nan")
-#: The bits of two NaNs, one of them signalling.
+#: Two NaNs with different bits. The second one is signaling.
 NANS = torch.tensor([0x7FC00001, 0x7F800001], dtype=torch.int32).view(torch.float32)
 TRUTH = torch.tensor([True, False, True])
 

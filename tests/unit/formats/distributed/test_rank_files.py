@@ -127,7 +127,7 @@ def test_missing_and_additional_ranks(runs: Path, tmp_path: Path, command: Comma
     refused(MalformedError, "1 rank of 4 are missing.*no model_world_size_4_rank_2.pt", src, tmp_path / "out.pt")
 
 
-#: Changes of the files of four ranks, which are in order, and a part of the error of all three commands.
+#: Changes of the sorted files of four ranks, and a part of the error of all three commands.
 SETS: dict[str, tuple[Callable[[list[Path]], object], str]] = {
     "one is missing": (lambda files: files[2].unlink(), "the files of 1 rank of 4 are missing"),
     "one stands there twice": (lambda files: shutil.copy(files[0], files[1]), "differs from the rank in its name"),
