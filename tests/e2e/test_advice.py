@@ -197,7 +197,7 @@ class Case:
     `make` writes the files for a given stem. `words` is the command that provokes the advice. `says` is a regular
     expression, and its group is the text to execute. `promise` describes the effect. `judge` checks the resulting file,
     if there is one. `instead` replaces placeholders. `made` is the command to which the advice is added, if it is not
-    `words`. A case with `plain` does not allow odd names.
+    `words`.
     """
 
     make: Callable[[str], Any]
@@ -207,7 +207,6 @@ class Case:
     judge: Callable[[Path], Any]
     instead: dict[str, str] = field(default_factory=dict)
     made: str | None = None
-    plain: bool = False  # does not allow odd names
 
 
 def saved(obj: Callable[[], Any], tags: tuple[str, ...] = ("cpu",), suffix: str = ".pt", **options: Any) -> Any:
@@ -764,7 +763,7 @@ CASES: dict[str, Case] = {
     ),
     "a change in place": Case(
         saved(weights, ("cuda:0",)), "convert {m}.pt --to cpu --in-place", r"bytes: (ckptconv undo .*)", "restored",
-        lambda made: _equal(zoo and list(ckptconv.open(made).tensors), list(weights())),
+        lambda made: _equal(list(ckptconv.open(made).tensors), list(weights())),
     ),
     "a change in place that is shown": Case(
         lambda m: (saved(weights, ("cuda:0",))(m), main(["convert", m + ".pt", "--to", "cpu", "--in-place"])),

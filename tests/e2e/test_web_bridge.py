@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import html.parser
+import itertools
 import json
 import os
 import re
@@ -138,9 +139,12 @@ def test_progress_is_reported(folder: Path) -> None:
         Bridge(str(folder)).inspect(name, lambda *said, told=told: told.append(said))
         percents = [percent for _, percent in told]
         assert len(told) >= least and percents[0] == 0 and percents == sorted({*percents}) and percents[-1] < 100
-        phases = [*dict.fromkeys(phase for phase, _ in told)]
-        assert phases == ["Reading", "Checking", "Drawing"] == sorted(phases, key=[phase for phase, _ in told].index)
-    assert any(0 < percent < 50 for _, percent in told) and told[0] == ("Reading", 0)
+        assert [phase for phase, _ in itertools.groupby(phase for phase, _ in told)] == [
+            "Reading",
+            "Checking",
+            "Drawing",
+        ]
+        assert any(0 < percent < 50 for percent in percents)
 
 
 def test_the_fix_of_a_set_is_one(folder: Path) -> None:

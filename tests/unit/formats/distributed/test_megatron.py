@@ -68,7 +68,7 @@ def test_verify_checks_the_complete_folder(iteration: Path) -> None:
     verdict = ckptconv.verify(iteration)
     assert verdict.ok and verdict.checked
     found = ckptconv.inspect(iteration)
-    assert list(found.globals) == ["argparse.Namespace", "torch.bfloat16"] or "argparse.Namespace" in found.globals
+    assert "argparse.Namespace" in found.globals
 
 
 def test_tensors_that_are_not_by_parameter_are_left_behind(iteration: Path, tmp_path: Path) -> None:

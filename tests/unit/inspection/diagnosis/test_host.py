@@ -95,10 +95,18 @@ def test_other_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert this_host(tmp_path, {}, system) == host
 
 
+def test_wsl(tmp_path: Path) -> None:
+    """Under WSL, the number of GPUs is not known, unless the variable hides all of them."""
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/dxg").touch()
+    assert cuda(tmp_path) is None
+    assert cuda(tmp_path, CUDA_VISIBLE_DEVICES="0") is None
+    assert cuda(tmp_path, CUDA_VISIBLE_DEVICES="-1") == 0
+    assert cuda(tmp_path, CUDA_VISIBLE_DEVICES="") == 0
+
+
 def test_the_torch_that_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The version of torch is that of importlib.metadata, without regard to the current folder. Under WSL, the number
-    of GPUs is not known, unless the variable hides all of them.
-    """
+    """The version of torch is that of importlib.metadata, without regard to the current folder."""
     torch.zeros(0)  # skips the test if there is no torch
     assert this_host(tmp_path, {}).torch == importlib.metadata.version("torch")
     folders = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
@@ -117,12 +125,6 @@ def test_the_torch_that_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert this_host(tmp_path, {}).torch == version
     assert Host(torch="2.99.1+cu126").other_torch == "2.99.1+cu126" and Host(torch="2.1").other_torch == "2.1"
     assert not any(Host(torch=same).other_torch for same in ("2.13.0+cpu", "2.6", "2.15.0a0+git1", None))
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/dxg").touch()
-    assert cuda(tmp_path) is None
-    assert cuda(tmp_path, CUDA_VISIBLE_DEVICES="0") is None
-    assert cuda(tmp_path, CUDA_VISIBLE_DEVICES="-1") == 0
-    assert cuda(tmp_path, CUDA_VISIBLE_DEVICES="") == 0
 
 
 @pytest.mark.parametrize(
