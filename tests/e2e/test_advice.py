@@ -1262,7 +1262,7 @@ _FAULT = "it needs a fault of the disk, or another program, at one moment; the w
 _NO_ADVICE = "no advice: a description, or a table that others read"
 _RUN = "it is for the run of several processes that saved the files"
 _DCP = "formats/distributed/test_dcp_writing.py::test_the_remedies_work"
-_LOADABLE = "edits/loadable/test_refusals.py::"
+_LOADABLE = "edits/loadable/test_what_is_refused.py::"
 _FOREIGN = "formats/foreign/test_files.py::"
 #: Places without a case here. For each place of a name: a test in tests/unit that types its advice, or the reason why
 #: no test does.
@@ -1287,9 +1287,9 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "cli/verify.py:option sarif": (_NAMED,),
     "conversion/in_place.py:option in_place": (_NAMED, _NAMED),
     "conversion/in_place.py:command convert": ("conversion/test_in_place.py::test_a_system_without_owners",),
-    "conversion/in_place.py:lsattr": ("conversion/test_in_place.py::test_what_is_immutable",),
-    "conversion/in_place.py:chattr": ("conversion/test_in_place.py::test_what_is_immutable",),
-    "conversion/in_place.py:chmod": ("conversion/test_in_place.py::test_what_may_not_be_written",),
+    "conversion/in_place.py:lsattr": ("conversion/test_in_place.py::test_immutable_files",),
+    "conversion/in_place.py:chattr": ("conversion/test_in_place.py::test_immutable_files",),
+    "conversion/in_place.py:chmod": ("conversion/test_in_place.py::test_files_without_write_permission",),
     "conversion/in_place.py:command undo": (_FAULT, _FAULT, _FAULT),
     "conversion/plan.py:option format": (_NAMED,),
     "conversion/plan.py:option copy_tied": (_NAMED,),
@@ -1302,10 +1302,10 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "conversion/targets.py:option ranks": (_NAMED,),
     "edits/dtype_casts.py:option dtype": (_NO_CHANGE,),
     "edits/loadable/making.py:option loadable": (_NO_CHANGE,),
-    "edits/loadable/making.py:text": (_LOADABLE + "test_what_is_torchs_own_names_the_import",),
-    "edits/loadable/making.py:option drop": (_LOADABLE + "test_the_command_takes_it_all_out",),
-    "edits/loadable/making.py:option state_dict": (_LOADABLE + "test_where_nothing_would_be_left",),
-    "edits/loadable/making.py:command convert": (_LOADABLE + "test_the_command_takes_it_all_out",),
+    "edits/loadable/making.py:text": (_LOADABLE + "test_classes_of_torch_name_the_import",),
+    "edits/loadable/making.py:option drop": (_LOADABLE + "test_the_command_drops_everything_that_is_refused",),
+    "edits/loadable/making.py:option state_dict": (_LOADABLE + "test_no_command_if_nothing_would_be_left",),
+    "edits/loadable/making.py:command convert": (_LOADABLE + "test_the_command_drops_everything_that_is_refused",),
     "edits/options.py:option *": (_NO_ADVICE,),
     "edits/optimizers.py:option optimizer": (_NO_CHANGE,),
     "edits/rename.py:option unwrap": (_NO_CHANGE, _NO_CHANGE),
@@ -1356,10 +1356,10 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "inspection/values.py:option include": ("it takes a file larger than a test makes",),
     "output/files.py:option force": (_FAULT, _FAULT),
     "output/folders.py:option force": (_FAULT,),
-    "render/difference.py:option verbose": ("inspection/comparison/test_diff.py::test_text_of_what_is_the_same",),
+    "render/difference.py:option verbose": ("inspection/comparison/test_diff.py::test_text_of_equal_checkpoints",),
     "render/listing.py:option all": ("cli/test_inspect.py::test_a_folder_and_more_than_two_files_are_a_table",),
     "render/page/summary.py:option drop": ("render/test_page.py::test_globs_are_offered_with_what_they_need",),
-    "render/page/summary.py:command convert": ("render/test_page.py::test_what_makes_it_smaller",) * 2,
+    "render/page/summary.py:command convert": ("render/test_page.py::test_offers_to_make_a_file_smaller",) * 2,
     "render/report.py:option verbose": (
         "edits/test_regroup.py::test_the_report_has_every_group_before_anything_is_written",
         "cli/test_convert.py::test_dry_run_writes_nothing",
@@ -1368,10 +1368,10 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "render/summary.py:text": (_NO_ADVICE, _NO_ADVICE),
     "render/table.py:option all": ("it says what the rows would be; another place in the file has the same option",),
     "stores/base.py:option force": (_NETWORK,),
-    "stores/http.py:option download": ("stores/test_downloads.py::test_the_error_says_what_to_add",),
+    "stores/http.py:option download": ("stores/test_downloads.py::test_the_error_names_the_missing_option",),
     "stores/remote.py:text": (_NETWORK,),
-    "stores/s3.py:aws": ("stores/test_s3.py::test_an_upload_that_may_stay_open_is_said",),
-    "stores/uploads.py:option force": ("stores/test_s3.py::test_it_is_read_back",),
+    "stores/s3.py:aws": ("stores/test_s3.py::test_an_upload_that_may_stay_open_is_reported",),
+    "stores/uploads.py:option force": ("stores/test_s3.py::test_the_output_is_read_back",),
     "stores/uploads.py:command inspect": (_NETWORK,),
     "stores/uploads.py:command verify": (_NETWORK,),
     "tensors/loading.py:text": ("the module is imported here already",),

@@ -190,7 +190,7 @@ def closed() -> io.BytesIO:
     ids=["text", "cannot seek", "closed", "for writing"],
 )
 @pytest.mark.parametrize("function", [ckptconv.open, ckptconv.load, ckptconv.inspect, ckptconv.verify])
-def test_what_cannot_be_read(
+def test_objects_that_cannot_be_read(
     function: Callable[..., object], given: Callable[[], Any], kind: type[ckptconv.CkptconvError], words: str
 ) -> None:
     """An object that cannot be read is refused with the reason, and with advice if there is any."""
@@ -198,7 +198,7 @@ def test_what_cannot_be_read(
         function(given())
 
 
-def test_what_changes_while_it_is_read() -> None:
+def test_objects_that_change_while_they_are_read() -> None:
     """A file object that became shorter or longer since it was opened is refused."""
     data = (FIXTURES / "cpu.pt").read_bytes()
     for change in (lambda file: file.truncate(100), lambda file: (file.seek(0, 2), file.write(b"more"))):
@@ -287,7 +287,9 @@ class Appending(io.BytesIO):
     ],
     ids=["text", "cannot seek", "closed", "for reading", "full"],
 )
-def test_what_cannot_be_written(given: Callable[[], Any], kind: type[ckptconv.CkptconvError], words: str) -> None:
+def test_objects_that_cannot_be_written(
+    given: Callable[[], Any], kind: type[ckptconv.CkptconvError], words: str
+) -> None:
     """An object that cannot be written is refused with the reason, and with advice if there is any."""
     with pytest.raises(kind, match=words):
         ckptconv.save({"a": torch.ones(1000)}, given())

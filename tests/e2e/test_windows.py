@@ -92,7 +92,7 @@ def test_changes_in_place_are_refused(line: str, tmp_path: Path) -> None:
     assert "cannot be changed in place on this system yet\n  write a new file:\n    ckptconv convert" in ended.stderr
 
 
-def test_the_help_is_there() -> None:
+def test_the_help_is_printed() -> None:
     ended = run("from ckptconv.cli.main import main; sys.exit(main(['convert', '--help']))")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "--strip-prefix" in ended.stdout

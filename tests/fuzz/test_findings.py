@@ -53,7 +53,7 @@ def test_seeds_pass(target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_changes_get_behind_the_first_check(target: str, tmp_path: Path) -> None:
+def test_changed_inputs_pass_the_first_check(target: str, tmp_path: Path) -> None:
     """Mutated seeds keep all guarantees, and some of them can still be read."""
     random = Random(7)
     seeds = [*seeds_of(target).values()]
@@ -108,7 +108,7 @@ def test_an_index_that_leads_to_another_folder_is_a_finding(tmp_path: Path, monk
         targets.run("index", pack({texts.INDEX: b'{"weight_map": {"a": "../x.safetensors"}}'}), tmp_path)
 
 
-def test_what_a_server_must_not_reach_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_that_reaches_a_server_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unexpected exception, a read past the deadline and a URL in the log of a library are findings."""
     http = pytest.importorskip("ckptconv.stores.http", reason="the extra remote is not installed")
     until, no_header = http.until, b"fHTTP/1.1 206 x\r\nno header\r\n\r\n"

@@ -129,7 +129,7 @@ def test_output_over_the_file_size_limit(src: Path, tmp_path: Path) -> None:
     ],
     ids=["socket", "FIFO", "device", "folder with a checkpoint of that name"],
 )
-def test_targets_that_are_no_files(
+def test_targets_that_are_not_files(
     src: Path, here: Path, name: str, make: Callable[[Path, socket.socket], None]
 ) -> None:
     """A target that is a socket, a FIFO or a device is not replaced, and a file does not replace a folder. The command
@@ -147,7 +147,7 @@ def test_targets_that_are_no_files(
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "batch", "batch in a new folder"])
-def test_where_nothing_may_be_written(src: Path, shards: Path, tmp_path: Path, kind: str) -> None:
+def test_folders_without_write_permission(src: Path, shards: Path, tmp_path: Path, kind: str) -> None:
     """A conversion into a folder without write permission reports one line with the reason for each output. The line
     does not mention a bug.
     """
@@ -218,7 +218,7 @@ def test_streams_that_are_closed(src: Path, tmp_path: Path, closed: str) -> None
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_pipe_that_nobody_reads(src: Path, tmp_path: Path, stream: str) -> None:
+def test_a_pipe_without_a_reader(src: Path, tmp_path: Path, stream: str) -> None:
     """If nobody reads stdout or stderr, the output is still complete, and there is no traceback."""
     reader, writer = os.pipe()
     os.close(reader)

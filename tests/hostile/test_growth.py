@@ -151,7 +151,7 @@ def test_placements_of_rank_files(tmp_path: Path) -> None:
     assert calls_of(ckptconv.inspect, pieces) < 1.2 * calls_of(ckptconv.inspect, plain)
 
 
-def test_what_the_first_rank_alone_has(tmp_path: Path) -> None:
+def test_contents_of_only_the_first_rank(tmp_path: Path) -> None:
     """If only the first of many rank files contains many items, comparing the files takes too many steps and is
     refused.
     """

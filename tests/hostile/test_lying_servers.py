@@ -42,7 +42,7 @@ def data() -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("honest", [0, 1], ids=["at once", "after the first answer"])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_a_typed_error(lie: str, honest: int, data: bytes, tmp_path: Path) -> None:
+def test_false_metadata_is_a_typed_error(lie: str, honest: int, data: bytes, tmp_path: Path) -> None:
     """A lie in the first or in a later response raises the typed error that describes the lie. The error names the URL,
     and no file is left.
     """
@@ -132,7 +132,7 @@ STORE_LIES = {
 
 
 @pytest.mark.parametrize("lie", STORE_LIES)
-def test_a_store_that_lies(lie: str, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_with_false_answers(lie: str, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading a file, listing a folder and writing a file each end in time with one typed error."""
     monkeypatch.setattr(POLICY, "patience", _DEADLINE)
     monkeypatch.setattr("ckptconv.stores.s3.PAGE", 4 << 20)

@@ -111,7 +111,7 @@ def test_a_program_as_a_shard(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("gadget", ["Path.mkdir by getattr", "Path.mkdir by methodcaller"])
-def test_objects_that_a_set_leaves_out(tmp_path: Path, gadget: str, place: bytes) -> None:
+def test_objects_that_are_not_in_a_set(tmp_path: Path, gadget: str, place: bytes) -> None:
     """A shard can make objects that the set leaves out. These objects are examined, because loading the shard makes
     them.
     """

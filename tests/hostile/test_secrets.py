@@ -197,7 +197,7 @@ def _answers() -> dict[str, Callable[[Exchange], None]]:
 
 
 @pytest.mark.parametrize("how", _answers())
-def test_in_what_a_server_says(
+def test_secrets_in_answers_of_a_server(
     how: str, command: Command, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Secrets in a redirect, a reason phrase or a repeated request header are hidden, in the first response and in
@@ -245,7 +245,7 @@ def test_in_the_environment(
         assert_hidden(said_of(command, ["convert", tmp_path / "here.pt", url, "--to", "cpu", "--debug"]))
 
 
-def test_in_what_a_store_says(
+def test_secrets_in_answers_of_a_store(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Error codes of S3 can repeat the session token that the client sent. Neither the output nor the log at level

@@ -10,9 +10,9 @@ a call of an unknown global, by each opcode       needs code: kept as data, ever
 the same call with a discarded result             needs code
                                                   test_calls_of_unknown_globals
 a call of a function that no checkpoint needs     dangerous: copied only with --allow-unsafe
-                                                  test_calls_of_what_no_checkpoint_needs
+                                                  test_calls_of_dangerous_functions
 gadgets of libraries: aliases, methods of         dangerous: a table of Python, torch and numpy
-results, lookups of names, functions that write   test_what_libraries_lend
+results, lookups of names, functions that write   test_dangerous_functions_that_libraries_import
 files
 a call of the result of a Python function         unknown: not sound, not copied
                                                   test_a_call_that_cannot_be_followed
@@ -32,7 +32,7 @@ a value that doubles itself                       sound, in a few megabytes
 100,000 levels of nesting                         a limit
                                                   test_nesting
 a length that lies                                malformed, no memory is allocated for it
-                                                  test_lengths_that_lie
+                                                  test_wrong_lengths
 frames, protocols, bytes after the end            malformed
                                                   test_malformed_pickles
 keys that are not names                           kept in torch's format, escaped on a screen, refused by other
@@ -61,7 +61,7 @@ checksums                                         malformed if the record is rea
 an extremely large argument                       sound: nothing is called
                                                   test_an_absurd_argument
 devices, FIFOs, sockets                           refused
-                                                  test_no_regular_files
+                                                  test_irregular_files
 a file that torch writes                          sound
                                                   test_a_real_file
 the order of bytes                                kept, swapped for safetensors; malformed if unknown
@@ -73,9 +73,9 @@ safetensors                                       malformed
 the index of shards                               refused, the error names the shard or tensor
                                                   test_shards
 files that are not checkpoints                    an error that says what they are, and the next step
-                                                  test_no_checkpoints, test_a_folder, test_programs
+                                                  test_files_of_other_kinds, test_a_folder, test_programs
 an integer of more digits than Python prints      an error without the digits
-                                                  test_integers_that_nobody_prints
+                                                  test_huge_integers
 a tar archive in the first 512 bytes of another   refused: two readings
 format, which torch.load checks for first         test_a_tar_archive_too
 a pickle at the first byte of safetensors         refused if it names a global; plain values are harmless
@@ -483,7 +483,7 @@ def test_calls_of_unknown_globals(write: Write, opcode: str, fate: str) -> None:
 
 @pytest.mark.parametrize("fate", FATES)
 @pytest.mark.parametrize("opcode", CALLS)
-def test_calls_of_what_no_checkpoint_needs(write: Write, opcode: str, fate: str) -> None:
+def test_calls_of_dangerous_functions(write: Write, opcode: str, fate: str) -> None:
     """A call of ``os.system`` at any position is reported by every command. ``convert`` copies it only with
     ``--allow-unsafe``.
     """
@@ -497,7 +497,7 @@ def test_calls_of_what_no_checkpoint_needs(write: Write, opcode: str, fate: str)
 
 
 @pytest.mark.parametrize("name", GADGETS)
-def test_what_libraries_lend(write: Write, name: str) -> None:
+def test_dangerous_functions_that_libraries_import(write: Write, name: str) -> None:
     """Gadgets of libraries are dangerous in each container and are not copied. They are aliases, methods of results,
     looked-up attributes, classes that open files, and functions that call their arguments. An item, member or state of
     a global is also malformed.
@@ -618,7 +618,7 @@ def test_nesting(write: Write, levels: tuple[bytes, bytes, bytes]) -> None:
         b"\x8a\xff\x00",
     ],
 )
-def test_lengths_that_lie(write: Write, code: bytes) -> None:
+def test_wrong_lengths(write: Write, code: bytes) -> None:
     """A length of gigabytes, of 2^63 or more, below zero or beyond the data is a typed error. No memory is allocated
     for it.
     """
@@ -969,7 +969,7 @@ def test_checksums(write: Write) -> None:
     assert_sound(write(empty))
 
 
-def test_checksums_that_torch_was_told_to_leave_out(write: Write) -> None:
+def test_archives_without_checksums(write: Write) -> None:
     """A file of ``set_crc32_options(False)`` is sound, with a note. The output has no checksums either."""
     with without_crc32():
         data = saved(OBJECT)
@@ -1001,7 +1001,7 @@ def a_socket(path: Path) -> None:
     [(os.mkfifo, "a FIFO"), (a_socket, "a socket"), (lambda path: path.symlink_to("/dev/null"), "a device")],
     ids=["fifo", "socket", "device"],
 )
-def test_no_regular_files(here: Path, make: Callable[[Path], None], word: str) -> None:
+def test_irregular_files(here: Path, make: Callable[[Path], None], word: str) -> None:
     """A FIFO, socket or device as input, target or shard is refused without waiting for its other end, and is not
     replaced.
     """
@@ -1220,7 +1220,7 @@ LATER: dict[str, tuple[str, bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", LATER)
-def test_what_later_versions_may_write(write: Write, case: str) -> None:
+def test_unknown_fields_of_later_versions(write: Write, case: str) -> None:
     """Contents that this version does not know are unsupported, and never called damaged."""
     name, data, what = LATER[case]
     assert_refused(write(data, name), UnsupportedError, what)
@@ -1322,7 +1322,7 @@ def test_shards(tmp_path: Path, name: str) -> None:
     assert not tree(tmp_path / "out")
 
 
-def test_links_of_a_cache_are_no_escape(tmp_path: Path) -> None:
+def test_links_of_a_cache_are_followed_safely(tmp_path: Path) -> None:
     """The Hub's cache consists of links to ``../../blobs``. Shard names are checked, not the targets of links, so the
     set is read.
     """
@@ -1361,7 +1361,7 @@ NO_CHECKPOINTS: dict[str, tuple[bytes | Callable[[], bytes], str, str]] = {
 
 
 @pytest.mark.parametrize("name", NO_CHECKPOINTS)
-def test_no_checkpoints(write: Write, name: str) -> None:
+def test_files_of_other_kinds(write: Write, name: str) -> None:
     """A file that is not a checkpoint is refused by all three commands. The error is one line that says what the file
     is, and most errors have a hint about the next step.
     """
@@ -1401,7 +1401,7 @@ HUGE = 1 << 480_000
 
 
 @pytest.mark.parametrize("where", ["offset", "storage"])
-def test_integers_that_nobody_prints(write: Write, command: Command, where: str) -> None:
+def test_huge_integers(write: Write, command: Command, where: str) -> None:
     """An error about an integer of 480,000 bits is reported as text and as JSON. Python prints no integer of more than
     4,300 digits.
     """
@@ -1415,7 +1415,7 @@ def test_integers_that_nobody_prints(write: Write, command: Command, where: str)
     assert report["items"][0]["error"]["type"] == "MalformedError"
 
 
-def test_integers_that_nobody_prints_elsewhere(write: Write, tmp_path: Path) -> None:
+def test_huge_integers_in_metadata(write: Write, tmp_path: Path) -> None:
     """An integer of 480,000 bits is sound as a key. It is not a valid offset in the metadata of
     torch.distributed.checkpoint.
     """

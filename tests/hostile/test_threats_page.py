@@ -16,7 +16,7 @@ def defined_in(file: str) -> list[str]:
     return re.findall(r"^def (test_[a-z0-9_]+)\(", (ROOT / file).read_text(), re.MULTILINE)
 
 
-def test_each_row_has_a_test_that_there_is() -> None:
+def test_each_row_names_existing_tests() -> None:
     rows = [line for line in _PAGE.splitlines() if line.startswith("| ") and not line.startswith(("| ---", "| input"))]
     rows = [line for line in rows if not line.endswith("| test |")]
     assert len(rows) > 60

@@ -117,7 +117,7 @@ def test_of_files(module: str, name: str, tables: list[str], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("target", SEEDS)
-def test_of_what_fuzzing_starts_from(target: str, tmp_path: Path) -> None:
+def test_verdicts_on_the_seeds_of_the_fuzzers(target: str, tmp_path: Path) -> None:
     """The three commands agree on every seed of the fuzzers and on every file or folder that the fuzzers found."""
     findings = (Path(__file__).parent.parent / "fuzz" / "findings").glob(f"{target}-*")
     files = seeds_of(target) | {path.name: path.read_bytes() for path in findings}

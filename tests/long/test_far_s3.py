@@ -63,7 +63,7 @@ def test_sources(name: str, store: Store, folder: Path, tmp_path: Path) -> None:
     assert ckptconv.diff(tmp_path / "a.pt", folder / name, names_only=True).same
 
 
-def test_what_is_not_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_and_buckets(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing object or bucket is a MissingInputError. An empty object and a refused request are errors too."""
     for missing in (url("none.pt"), "s3://nobucket/none.pt"):
         with pytest.raises(MissingInputError):
@@ -111,7 +111,7 @@ def test_a_retag_within_the_store_sends_five_mebibytes(
     assert any("copied within S3" in note for note in report.notes)
 
 
-def test_a_dry_run_says_what_it_takes(store: Store, command: Command) -> None:
+def test_a_dry_run_reports_the_requests(store: Store, command: Command) -> None:
     """A dry run reports the requests, and the bytes that are sent and copied. Nothing is written."""
     command("convert", url("zip.pt"), url("dry.pt"), "--to", "cuda:1", "-n", out=["sent from here", "copied within S3"])
     words = ["--to", "cuda:1", "-n", "--verify", "--max-shard-size", "14MB", "--format", "safetensors"]
@@ -122,7 +122,7 @@ def test_a_dry_run_says_what_it_takes(store: Store, command: Command) -> None:
     assert store.keys("dry") == []
 
 
-def test_an_object_that_is_there(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+def test_an_object_that_exists(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """An existing object stays without ``--force``, also one that appears during the upload."""
     store.put("there.pt", b"old")
     with pytest.raises(TargetExistsError):
@@ -139,7 +139,7 @@ def test_an_object_that_is_there(store: Store, folder: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("words", [("--to", "cuda:1"), ("--dtype", "bf16")], ids=["copied", "computed"])
-def test_it_is_read_back(
+def test_the_output_is_read_back(
     words: tuple[str, str], store: Store, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """With ``--verify`` the output is read back. If it differs, the command fails with a hint to ``--force``, and the
@@ -172,7 +172,7 @@ def read_wrongly(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     monkeypatch.setattr(S3Transport, "get", get)
 
 
-def test_what_is_read_back_is_not_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_is_missing_when_it_is_read_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """If another process replaces or deletes the object before it is read back, the error says so, and a replaced
     object stays.
     """

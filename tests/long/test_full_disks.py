@@ -114,7 +114,7 @@ def test_every_size_of_a_disk(src: Path, tmp_path: Path, case: str) -> None:
 
 @pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 5])
-def test_somebody_else_takes_the_space(src: Path, tmp_path: Path, shards: int) -> None:
+def test_another_process_uses_the_space(src: Path, tmp_path: Path, shards: int) -> None:
     """If another process takes the free space while a set of shards is written, the conversion fails with one line, and
     the old folder stays.
     """
@@ -170,7 +170,7 @@ def test_disk_smaller_than_it_reports(src: Path, tmp_path: Path) -> None:
             assert "could not be written" in done.stderr
 
 
-def test_nothing_is_written_where_there_is_too_little_space(src: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_without_enough_space(src: Path, tmp_path: Path) -> None:
     """A disk that is too small is reported before the first byte is written."""
     with disk_of(tmp_path, 64 * PAGE) as disk:
         counts: list[int] = []

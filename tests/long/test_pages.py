@@ -195,7 +195,7 @@ def test_search_sort_and_select(pages: Path, chromium: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-def test_what_is_selected_is_in_sight(width: int, pages: Path, chromium: Any) -> None:
+def test_the_selection_is_visible(width: int, pages: Path, chromium: Any) -> None:
     """The details of a selection are visible wherever the page is scrolled, and the focus does not move into them.
     After they are closed, the tree has the focus.
     """
@@ -214,7 +214,7 @@ def test_what_is_selected_is_in_sight(width: int, pages: Path, chromium: Any) ->
         assert page.evaluate("document.activeElement.getAttribute('role')") == "treeitem"
 
 
-def test_a_search_says_what_it_found(pages: Path, chromium: Any) -> None:
+def test_a_search_reports_its_results(pages: Path, chromium: Any) -> None:
     with opened(chromium, pages / "training.html") as page:
         hits = page.locator("#hits")
         for query, said in (
@@ -402,7 +402,7 @@ def test_names_are_text(pages: Path, chromium: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["hostile", "training"])
-def test_the_commands_do_what_they_say(
+def test_the_commands_have_their_described_effects(
     name: str, pages: Path, chromium: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For each tensor or part, one command extracts it, and the other leaves it out."""

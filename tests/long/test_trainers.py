@@ -151,7 +151,7 @@ def test_every_part_of_a_lightning_checkpoint_counts(fit: Fit, tmp_path: Path, l
     assert fit("again", tmp_path / "mixed.ckpt")[0] != losses[len(losses) // 2 :]
 
 
-def test_what_lightning_refuses(fit: Fit, tmp_path: Path) -> None:
+def test_files_that_lightning_refuses(fit: Fit, tmp_path: Path) -> None:
     """A class among the hyperparameters is refused with ``weights_only=True`` before and after the conversion, and is
     restored without it.
     """

@@ -35,14 +35,14 @@ LEFT_OUT = {
     "test_depth_of_any_kind_needs_no_stack": "100,000 levels, which Python frees one within another: the stack ends",
     "test_a_long_chain_of_modules_ends": "20,000 levels, likewise",
     "test_nesting_is_a_limit_of_ours": "more than 400 levels",
-    "test_every_flipped_bit_and_every_cut_end_in_our_errors": "takes many minutes",
+    "test_every_flipped_bit_and_every_truncation_raises_a_typed_error": "takes many minutes",
     "test_rare_opcodes": "the number of a memo that CPython refuses where it has 32 bits",
     "test_a_touched_file_is_changed": "files there have milliseconds, and no nanoseconds",
     "test_attributes_that_torch_sets_itself": "lists what torch has",
     "test_layouts_and_devices": "lists what torch has",
     "test_contradictions": "has a device of torch in its table",
     "test_the_real_bounds_are_those_of_the_page": "has the bounds of the command line",
-    "test_it_names_the_version_that_is_installed": "of torch",
+    "test_the_verdict_names_the_installed_version": "of torch",
 }
 
 

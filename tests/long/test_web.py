@@ -116,7 +116,7 @@ CONVERSIONS: list[tuple[str, dict[str, str | bool], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "fields", "words"), CONVERSIONS)
-def test_it_saves_what_the_command_line_writes(
+def test_the_page_saves_the_bytes_of_the_command_line(
     kind: str, fields: dict[str, str | bool], words: str, page: Page
 ) -> None:
     """The page saves the same bytes as the command that it shows."""
@@ -186,7 +186,7 @@ def test_a_set_of_shards_is_one_checkpoint(suffix: str, way: str, page: Page) ->
         ]
 
 
-def test_a_part_of_a_set_says_what_is_missing(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_set_names_the_missing_files(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
     """The error about an incomplete set is that of the command line. For a folder with several checkpoints, the error
     names them and the command that converts all of them.
     """

@@ -56,7 +56,7 @@ def test_dependencies_exclude_torch_and_numpy(environment: Path) -> None:
         "help completion",
     ],
 )  # fmt: skip
-def test_what_needs_no_torch(words: str, environment: Path, tmp_path: Path) -> None:
+def test_commands_that_need_no_torch(words: str, environment: Path, tmp_path: Path) -> None:
     for name in ("ddp.pt", "copy.pt"):
         shutil.copy(FIXTURES / "dataparallel.pt", tmp_path / name)
     done = run(environment, tmp_path, *words.split())
@@ -71,7 +71,7 @@ def test_what_needs_no_torch(words: str, environment: Path, tmp_path: Path) -> N
         "diff a.pt changed.safetensors --html page.html",
     ],
 )  # fmt: skip
-def test_what_needs_torch(words: str, environment: Path, tmp_path: Path) -> None:
+def test_options_that_need_torch(words: str, environment: Path, tmp_path: Path) -> None:
     """A command that needs torch prints the command that installs it, and writes nothing."""
     shutil.copy(FIXTURES / "cpu.pt", tmp_path / "a.pt")
     assert run(environment, tmp_path, "convert", "a.pt", "changed.safetensors").returncode == 0
@@ -128,7 +128,7 @@ def release(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([ROOT / ".ci/release", *words], capture_output=True, text=True)
 
 
-def test_what_is_published(tmp_path: Path) -> None:
+def test_contents_of_the_release(tmp_path: Path) -> None:
     """Two builds are equal, and the checks of other tools pass."""
     done = release(tmp_path / "dist")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,7 +14,7 @@ from ckptconv import errors
 from ckptconv.errors import CkptconvError, printable
 
 
-def test_line_has_every_part() -> None:
+def test_one_line_contains_every_part_of_the_error() -> None:
     """The line contains what, where, expected, got and the hint. They are also attributes."""
     error = CkptconvError("it broke", where="a.pt", expected=1, got=2, hint="try b.pt")
     assert str(error) == "a.pt: it broke (expected 1, got 2); try b.pt"

@@ -57,7 +57,7 @@ def test_a_budget_is_that_of_the_outermost_block() -> None:
     assert work() is not outer
 
 
-def test_what_is_used_up_stays_used_up() -> None:
+def test_a_used_up_budget_stays_used_up() -> None:
     """After the budget is used up, each charge and each check raises the error again. So an error that another one has
     hidden is not lost.
     """
@@ -200,7 +200,7 @@ def test_a_dict_that_loses_items_at_many_paths(tmp_path: Path) -> None:
         ckptconv.convert(path, tmp_path / "out.pt", drop=["x/*"])
 
 
-def test_states_of_which_an_attribute_is_left_out(tmp_path: Path) -> None:
+def test_states_without_one_attribute(tmp_path: Path) -> None:
     """An object can have any number of states, which are searched for each attribute. This search is charged."""
     state = b"}(" + b"".join(text(str(i)) + b"K\1" for i in range(1000)) + b"ub"
     path = tmp_path / "a.pt"

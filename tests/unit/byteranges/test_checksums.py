@@ -154,7 +154,7 @@ def test_a_late_piece_of_another_length_is_a_bug(source: Source, tmp_path: Path)
     assert not (tmp_path / "target").exists()
 
 
-def test_a_system_that_gives_no_threads(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_starts_no_threads(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the system cannot start a thread, ``results`` computes the checksums itself."""
     monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
     with Sums([span(source, 0, 5), span(source, 3, 4_000_000)]) as sums:

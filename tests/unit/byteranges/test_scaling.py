@@ -96,7 +96,7 @@ def test_rounding(most: int, shown: tuple[tuple[int, int], ...]) -> None:
     assert results[0][1] or most == 8
 
 
-def test_what_needs_torch(without_numpy: Any) -> None:
+def test_options_that_need_torch(without_numpy: Any) -> None:
     """With NumPy, scaled weights and a cast of float32 in the usual byte order to bfloat16 do not need torch. Other
     casts do.
     """

@@ -100,7 +100,7 @@ def test_other_kinds_of_files_are_refused(here: Path, put: Callable[[Path], obje
         Source("thing")
 
 
-def test_a_fifo_that_takes_the_files_place_is_refused_without_waiting(
+def test_a_fifo_that_replaces_the_file_is_refused_without_waiting(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A FIFO that replaces the file before it is opened is refused without waiting. The descriptor is closed."""
@@ -287,7 +287,9 @@ def test_a_part_is_open_only_while_it_is_read(
 
 
 @pytest.mark.parametrize("change", [rewrite, replace, Path.unlink, put_a_fifo, changing])
-def test_a_part_that_is_another_file_by_now(part: Readable, path: Path, change: Callable[[Path], object]) -> None:
+def test_a_shard_that_was_replaced_before_it_is_read(
+    part: Readable, path: Path, change: Callable[[Path], object]
+) -> None:
     """If the file of a part was replaced, removed or changed, or is being changed, every way to read it raises
     UnreadableError, and no bytes are returned.
     """

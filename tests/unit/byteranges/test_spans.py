@@ -144,7 +144,7 @@ def test_part_of_a_tensor_made_of_chunks(source: Source) -> None:
     )
 
 
-def test_which_ranges_have_checksums(source: Source) -> None:
+def test_ranges_with_checksums(source: Source) -> None:
     """``with_checksums`` returns the ranges whose checksums cover the piece. ``checked_range`` returns a range that is
     checked while it is cast.
     """

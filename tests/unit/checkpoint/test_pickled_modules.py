@@ -198,7 +198,7 @@ def test_the_state_dict_is_torchs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", HAVE_TENSORS)
-def test_safetensors_holds_the_same(name: str, tmp_path: Path) -> None:
+def test_safetensors_contains_the_same_tensors(name: str, tmp_path: Path) -> None:
     """A safetensors output with ``--copy-tied`` contains every tensor of the state dict. Without it, the tied names are
     restored when the file is converted to ``.pt``.
     """

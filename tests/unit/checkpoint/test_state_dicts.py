@@ -145,7 +145,7 @@ def test_an_optimizer_keyed_by_names(read: Any) -> None:
     assert found.names() == ["a.w", "b.w", "a.w", "b.w", "b.w"]
 
 
-def test_named_parameters_beside_integers(read: Any) -> None:
+def test_named_parameters_next_to_integers(read: Any) -> None:
     """The names in torch's own ``param_names`` are found, although the state is keyed by integers."""
     net = nn.Linear(1, 1)
     (found,) = read(torch.optim.SGD(net.named_parameters()).state_dict()).optimizers

@@ -44,7 +44,7 @@ def test_dry_run_writes_nothing(ddp: Path, command: Command) -> None:
     assert os.listdir(ddp.parent) == ["ddp.pt"]
 
 
-def test_quiet_says_nothing(ddp: Path, command: Command) -> None:
+def test_quiet_prints_nothing(ddp: Path, command: Command) -> None:
     """``-q`` silences the report of a conversion, but not an error."""
     words = "convert", ddp, ddp.with_name("o.pt"), "--to", "cpu", "-q"
     assert command(*words) == ("", "")

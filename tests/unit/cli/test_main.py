@@ -320,7 +320,7 @@ def test_module_runs_and_survives_a_closed_pipe(fixtures: Path) -> None:
         ("nope", True, 2),
     ],
 )
-def test_a_full_disk_behind_standard_error(fixtures: Path, tmp_path: Path, words: str, both: bool, status: int) -> None:
+def test_standard_error_on_a_full_disk(fixtures: Path, tmp_path: Path, words: str, both: bool, status: int) -> None:
     """If standard error is a full disk, the exit status is still the documented one, also if standard output is full
     too. A batch continues.
     """

@@ -190,7 +190,7 @@ def test_few_open_files(jobs: list[Job], hard: int, monkeypatch: pytest.MonkeyPa
     assert len(disk.files) == len(jobs)
 
 
-def test_sets_and_patterns_wait_alone(jobs: list[Job]) -> None:
+def test_jobs_of_sets_and_patterns_wait_separately(jobs: list[Job]) -> None:
     """A set or a pattern of rank files has many open files, so its job does not wait for the disk together with
     others.
     """

@@ -251,7 +251,7 @@ def test_threads_write_the_same_bytes(model: Path, tmp_path: Path) -> None:
     assert all((tmp_path / "1" / path).read_bytes() == (tmp_path / "3" / path).read_bytes() for path in files)
 
 
-def test_a_dry_run_writes_nothing_and_says_the_same(model: Path, tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing_and_reports_the_same(model: Path, tmp_path: Path) -> None:
     """A dry run gives the report of the conversion and writes nothing."""
     planned = convert(model, tmp_path / "out", strip_prefix="module.", dry_run=True)
     assert not (tmp_path / "out").exists()
@@ -405,7 +405,7 @@ def test_folders_that_are_not_entered_are_reported(model: Path, tmp_path: Path) 
     assert has_note(report, "2 hidden or linked folders left: .cache, link")
 
 
-def test_a_configuration_that_says_another_dtype_is_named(model: Path, tmp_path: Path) -> None:
+def test_a_configuration_with_another_dtype_is_named(model: Path, tmp_path: Path) -> None:
     """The report contains a note if ``config.json`` has another dtype than the output, because transformers casts to
     that dtype.
     """
@@ -417,7 +417,7 @@ def test_a_configuration_that_says_another_dtype_is_named(model: Path, tmp_path:
     assert not has_note(convert(model, tmp_path / "right", dtype="bf16"), said)
 
 
-def test_a_configuration_beside_one_file(tmp_path: Path) -> None:
+def test_a_configuration_next_to_one_file(tmp_path: Path) -> None:
     """The note about ``config.json`` is also given for a model in a single file."""
     torch.save({"w": torch.ones(2)}, tmp_path / "model.bin")
     for key in ("dtype", "torch_dtype"):
@@ -427,7 +427,7 @@ def test_a_configuration_beside_one_file(tmp_path: Path) -> None:
     assert not has_note(convert(tmp_path / "model.bin", tmp_path / "same.bin"), "config.json")
 
 
-def test_many_checkpoints_beside_a_set(model: Path, tmp_path: Path) -> None:
+def test_many_checkpoints_next_to_a_set(model: Path, tmp_path: Path) -> None:
     """A folder with more checkpoints than the soft limit of open files is converted: the limit is raised. Copied files
     are opened one at a time.
     """

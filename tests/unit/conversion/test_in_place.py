@@ -102,7 +102,7 @@ def test_change_and_undo(checkpoint: Path, edits: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS)
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
-def test_no_torn_state_is_taken_for_whole(
+def test_no_torn_write_is_read_as_complete(
     checkpoint: Path, edits: dict[str, Any], back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Power may fail at any write of a change or of its undo. The file is then the old one, the new one, or one that
@@ -333,7 +333,7 @@ def as_nobody(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "somebody else's folder"])
-def test_what_may_not_be_written(checkpoint: Path, what: str) -> None:
+def test_files_without_write_permission(checkpoint: Path, what: str) -> None:
     """A file or folder that is not writable is refused before anything changes. The hint suggests chmod, or another
     output if the folder belongs to another user.
     """
@@ -359,7 +359,7 @@ def test_what_may_not_be_written(checkpoint: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_what_is_immutable(checkpoint: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_immutable_files(checkpoint: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An immutable file or folder is refused before anything changes. The test uses the immutable flag if it can be
     set, and otherwise simulates its error.
     """
@@ -406,7 +406,7 @@ def test_no_room_for_the_journal(checkpoint: Path, call: str, monkeypatch: pytes
     assert checkpoint.read_bytes() == before and os.listdir(checkpoint.parent) == [checkpoint.name]
 
 
-def test_a_journal_that_somebody_exchanges(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_another_process_replaces(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If another process replaces the journal while it is written, nothing is changed."""
     before = checkpoint.read_bytes()
     real = os.replace
@@ -461,7 +461,7 @@ def test_every_damaged_byte_of_a_journal_is_seen(checkpoint: Path) -> None:
     assert checkpoint.read_bytes() == now
 
 
-def test_whose_journal_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_journal_of_another_user(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`undo` refuses a journal that another user may have written, and a journal that is a link or has hard links."""
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
     path = journal_path(checkpoint)
@@ -494,7 +494,7 @@ PLANTED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", PLANTED)
-def test_what_is_no_journal(checkpoint: Path, kind: str) -> None:
+def test_files_that_are_not_journals(checkpoint: Path, kind: str) -> None:
     """If a link, FIFO or folder has the name of the journal, a change in place and `undo` are refused. All other
     functions ignore it, and none removes it.
     """
@@ -524,7 +524,7 @@ def test_a_plain_file_with_the_name_of_a_journal(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "FIFO"])
-def test_what_is_no_journal_in_a_folder_that_is_replaced(sharded: Path, tmp_path: Path, kind: str) -> None:
+def test_files_that_are_not_journals_in_a_replaced_folder(sharded: Path, tmp_path: Path, kind: str) -> None:
     """A folder with a link or FIFO that has the name of a journal is not replaced, because the link or FIFO would be
     deleted.
     """
@@ -974,7 +974,7 @@ def test_an_index_that_becomes_shorter_or_longer(sharded: Path, prefix: str, *, 
 
 
 @pytest.mark.parametrize("undoes", [False, True])
-def test_a_set_of_old_and_new_files_is_no_set(sharded: Path, monkeypatch: pytest.MonkeyPatch, *, undoes: bool) -> None:
+def test_a_set_of_old_and_new_files_is_refused(sharded: Path, monkeypatch: pytest.MonkeyPatch, *, undoes: bool) -> None:
     """If a change or an undo of a set is killed before one of its files is written, its index cannot be read. `undo`
     then restores the old set.
     """

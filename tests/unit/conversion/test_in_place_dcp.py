@@ -113,7 +113,7 @@ def test_changes_of_other_files_are_refused(
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
-def test_no_torn_state_is_taken_for_whole(tmp_path: Path, back: bool) -> None:
+def test_no_torn_write_is_read_as_complete(tmp_path: Path, back: bool) -> None:
     """Power may fail at any write. torch's reader and ckptconv refuse every file that is neither the old nor the new
     one.
     """

@@ -188,7 +188,7 @@ raise SystemExit(main(sys.argv[2:]))
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_an_interrupted_batch_has_its_sum(tmp_path: Path, number: int) -> None:
+def test_an_interrupted_batch_prints_its_summary(tmp_path: Path, number: int) -> None:
     """If a signal ends a batch in place, the command prints the number of changed files and the state of the current
     file.
     """

@@ -199,7 +199,7 @@ def test_every_path_may_be_path_like(here: Path) -> None:
         ckptconv.write_index(AnyPath("no"))
 
 
-def test_a_report_says_whether_anything_changed(tmp_path: Path) -> None:
+def test_a_report_contains_whether_anything_changed(tmp_path: Path) -> None:
     """The report's ``changed`` is true only if an edit or the format changes something, in a new file or in place."""
     src = saved_at(tmp_path / "m.pt", {"module.w": torch.ones(3)})
 

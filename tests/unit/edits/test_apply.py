@@ -232,7 +232,7 @@ NAMES: dict[str, tuple[Any, dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_which_names_change(tmp_path: Path, case: str) -> None:
+def test_names_that_change(tmp_path: Path, case: str) -> None:
     """The names in the table change wherever they are used, and keep their positions."""
     obj, edits, expected = NAMES[case]
     assert_same(round_trip(tmp_path, obj, **edits)[0], expected)
@@ -579,7 +579,7 @@ def test_an_optimizer_keyed_by_integers_is_untouched(tmp_path: Path) -> None:
     torch.optim.AdamW(nn.Linear(2, 1).parameters()).load_state_dict(stripped["optimizer"])
 
 
-def test_a_file_of_an_optimizer_alone(tmp_path: Path) -> None:
+def test_a_file_with_only_an_optimizer(tmp_path: Path) -> None:
     """In a file that contains only an optimizer, strip and rename apply to its parameter names."""
     obj = {"state": {"module.w": {"step": 1}}, "param_groups": [{"params": ["module.w", "b"]}]}
     stripped, report = round_trip(tmp_path, obj, strip_prefix="module")

@@ -279,7 +279,7 @@ LONE = "a weight has no scale, or a scale has no weight"
         ({"a.weight_packed": codes(4, 16), "a.weight_scale": codes(4, 3)}, None, "fit a.weight_packed [4, 32]"),
     ],
 )  # fmt: skip
-def test_scales_that_lie(changes: dict[str, Any], config: Any, expected: str, tmp_path: Path) -> None:
+def test_wrong_scales(changes: dict[str, Any], config: Any, expected: str, tmp_path: Path) -> None:
     """A scale that is missing, has the wrong shape or dtype, or has no weight is refused."""
     model = {name: value for name, value in (quantized() | changes).items() if value is not None}
     if "a.weight_packed" in changes:
@@ -332,7 +332,7 @@ def test_integers_with_scales(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_hundred_scales_that_lie(seed: int, tmp_path: Path) -> None:
+def test_a_hundred_wrong_scales(seed: int, tmp_path: Path) -> None:
     """Weights with random scales are refused, kept as they are, or multiplied by the scales of a fitting block size."""
     random, outcomes = Random(seed), Counter[str]()
     torch.manual_seed(seed)

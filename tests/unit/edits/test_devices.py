@@ -98,7 +98,7 @@ def test_refused_targets(text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "why"), [("xla:0", "no tag"), ("vulkan", "no tag"), ("meta", "no data")])
-def test_refusals_say_why(text: str, why: str) -> None:
+def test_refusals_have_reasons(text: str, why: str) -> None:
     """A device that torch knows but cannot restore is refused with a reason and a suggestion."""
     with pytest.raises(UsageError, match=f"{why}.*--to cpu"):
         parse_target(text)
@@ -227,7 +227,7 @@ def test_torch_device_objects() -> None:
         to_devices(torch.device("meta"))
 
 
-def test_no_rules() -> None:
+def test_an_empty_mapping() -> None:
     """None and empty mappings give rules that are false and keep every tag."""
     for wishes in ((), (None,), ({},), (None, {})):
         assert not to_devices(*wishes)

@@ -481,7 +481,7 @@ def flat(obj: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("source", "target"), sampled(itertools.product(SOURCES, TARGETS)))
 @settings(max_examples=min(settings().max_examples // 4, 300))
 @given(seed=st.integers(0, 1 << 32))
-def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str, seed: int) -> None:
+def test_the_output_equals_that_of_a_simple_program(folder: Path, source: str, target: str, seed: int) -> None:
     """For every pair of containers and for random rules, the output equals the result of a program that casts each
     storage once. Rules that cannot be applied are refused.
     """

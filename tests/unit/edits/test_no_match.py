@@ -115,7 +115,7 @@ def test_a_word_that_is_not_a_device(nothing: Path, typed: str, meant: str, comm
         command("convert", nothing, nothing.with_name("out.pt"), "--to", typed, status=2, err=f"did you mean {meant}?")
 
 
-def test_a_tag_that_the_file_has_is_a_device(nothing: Path, command: Command) -> None:
+def test_a_location_tag_of_the_file_is_a_device(nothing: Path, command: Command) -> None:
     """A location tag that occurs in the file is a valid device, exactly as it is written."""
     zoo.save({"w": torch.ones(3)}, nothing, ("odd:1",))
     out = nothing.with_name("out.pt")

@@ -386,7 +386,7 @@ def test_a_split_in_place(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_far_files(tmp_path: Path, moe: State, suffix: str) -> None:
+def test_remote_files(tmp_path: Path, moe: State, suffix: str) -> None:
     """Tensors of remote files are stacked, joined, and cut along another dimension."""
     state = {**moe, "qkv": numbered(4, 6)}
     save_file(state, tmp_path / "in.safetensors") if suffix == "safetensors" else torch.save(state, tmp_path / "in.pt")
@@ -463,7 +463,7 @@ SENSELESS = {
 
 
 @pytest.mark.parametrize("rule", SENSELESS)
-def test_rules_that_make_no_sense(tmp_path: Path, rule: str) -> None:
+def test_invalid_rules(tmp_path: Path, rule: str) -> None:
     """A rule that makes no sense is refused with the reason in one line, before anything is read."""
     with pytest.raises(UsageError) as error:
         ckptconv.convert(tmp_path / "none.pt", tmp_path / "out.pt", regroup=rule)
@@ -618,7 +618,7 @@ def test_a_cell_of_many_tensors_is_read_once() -> None:
     assert Key.seen < 100 * 300
 
 
-def test_files_that_are_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_valid_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of rules are reported if they are missing, too large, not text, or invalid in a line. Invalid sizes are
     reported too.
     """

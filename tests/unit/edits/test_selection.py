@@ -100,7 +100,7 @@ def test_only_dropped_objects_are_missing(tmp_path: Path, paths: list[str], wher
         ("args/(call)", NoMatchError, "there is nothing"),
     ],
 )
-def test_what_stays(tmp_path: Path, path: str, error: type[ckptconv.CkptconvError], words: str) -> None:
+def test_unchanged_values(tmp_path: Path, path: str, error: type[ckptconv.CkptconvError], words: str) -> None:
     """Objects that do not exist, members of tuples, and the complete checkpoint cannot be dropped."""
     torch.save(training(), tmp_path / "a.pt")
     refused(error, words, tmp_path / "a.pt", tmp_path / "b.pt", drop=path)

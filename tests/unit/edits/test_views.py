@@ -47,7 +47,7 @@ from tests.unit.edits.test_dtype_casts import (
 @pytest.mark.parametrize("source", ["zip", "without checksums", "big-endian", "legacy", "memory"])
 @settings(max_examples=min(settings().max_examples // 4, 300))
 @given(seed=st.integers(0, 1 << 32))
-def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str, seed: int) -> None:
+def test_the_output_equals_that_of_a_simple_program(folder: Path, source: str, target: str, seed: int) -> None:
     """For each pair of containers, a storage is reduced to the extents of its views. Overlapping extents are merged and
     remain in order on the same storage. The report contains the number of removed bytes.
     """

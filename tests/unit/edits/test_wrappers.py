@@ -80,7 +80,7 @@ def test_wrappers_of_torch_are_removed(wrapper: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_orig_mod"])
-def test_words_that_no_model_uses_are_removed_at_any_depth(word: str) -> None:
+def test_wrapper_names_are_removed_at_any_depth(word: str) -> None:
     """Wrapper names that no model uses are removed at every level, also if they are repeated. A tensor with such a name
     keeps it.
     """

@@ -182,7 +182,7 @@ def test_a_long_device_of_many_sample_inputs(tmp_path: Path) -> None:
         lie("tensor_meta", 3),
     ],
 )
-def test_entries_that_lie(change: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+def test_false_entries(change: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
     """``inspect`` refuses a contradictory entry, and ``verify`` reports it."""
     linear(tmp_path / "m.pt2")
 

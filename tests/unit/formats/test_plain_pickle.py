@@ -227,7 +227,7 @@ def test_big_endian_numbers_are_swapped(tmp_path: Path, method: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_what_was_pickled_on_a_gpu_loads_without_one(write: Write, tmp_path: Path, protocol: int) -> None:
+def test_a_pickle_from_a_gpu_loads_without_one(write: Write, tmp_path: Path, protocol: int) -> None:
     """The tags of a pickle are in its nested files, where pickle.load cannot change them. A conversion to the CPU
     changes them, in a pickle and in a ``.pt``.
     """

@@ -456,7 +456,7 @@ def test_metadata_that_only_looks_like_a_tie(tmp_path: Path, safe: Path, dst: Pa
     assert metadata_of(safe) == metadata
 
 
-def test_a_name_that_is_taken_in_the_metadata(tmp_path: Path, safe: Path) -> None:
+def test_a_name_that_the_metadata_uses_already(tmp_path: Path, safe: Path) -> None:
     """A tie is written as a tensor if its name becomes an existing key of the metadata. The metadata is kept."""
     theirs = tmp_path / "a.safetensors"
     state = {"a": torch.arange(3.0), "b": torch.ones(2)}
@@ -721,7 +721,7 @@ def shared_training() -> dict[str, Any]:
 LEFT = {"optimizer": 256, "epoch": 0, "buffers": 20, "again": 0, "best": 0}
 
 
-def test_what_is_left_behind(src: Path, safe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_that_are_left_behind(src: Path, safe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The report and ``--json`` list each part that is left behind, with its size. A storage counts once, and not at
     all if the model uses it too.
     """
@@ -739,7 +739,7 @@ def test_what_is_left_behind(src: Path, safe: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("method", [None, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_the_state_dict_alone_in_torchs_format(method: int | None, src: Path, dst: Path) -> None:
+def test_the_state_dict_is_written_in_torchs_format(method: int | None, src: Path, dst: Path) -> None:
     """``--state-dict`` keeps the complete state dict and nothing else. The records are numbered from 0."""
     zoo.save(shared_training(), src)
     assert b"KRAM" in src.read_bytes()
@@ -779,7 +779,7 @@ def test_tensor_that_is_also_in_a_part_that_is_left_behind(flags: dict[str, Any]
 
 
 @pytest.mark.parametrize("path", ["buffers", "optimizer", "model/view", "buffers[1]", "."])
-def test_any_part_alone_in_torchs_format(path: str, src: Path, dst: Path) -> None:
+def test_any_part_is_written_alone_in_torchs_format(path: str, src: Path, dst: Path) -> None:
     """``--select`` extracts a list, an optimizer, a tensor, or the complete object."""
     zoo.save(shared_training(), src, ("cpu",))
     whole = torch.load(src)

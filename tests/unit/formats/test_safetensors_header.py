@@ -573,7 +573,7 @@ kinds = st.tuples(st.sampled_from(WORDS), st.lists(st.sampled_from([0, 1, 2, 8])
     st.randoms(use_true_random=False),
     st.none() | st.integers(8, 20_000) | st.integers(1, 2_500).map(lambda n: 8 * n),
 )
-def test_a_written_header_is_read_as_it_was_meant(
+def test_a_written_header_is_read_back(
     file: Path, metadata: dict[str, str], tensors: dict[str, tuple[str, list[int]]], random: Random, like: int | None
 ) -> None:
     """The library and ckptconv read a written header back without changes, in the given order. The data starts at a

@@ -458,7 +458,7 @@ def test_parts_of_storages(tmp_path: Path) -> None:
         assert [t.tolist() for t in found[:2]] == [[1, 2, 7], [7, 4, 5]]
 
 
-def test_parts_of_storages_alone(tmp_path: Path) -> None:
+def test_only_parts_of_storages(tmp_path: Path) -> None:
     """A part of a storage that no tensor uses becomes a storage of its own. If the complete storage is also used, a
     note reports this.
     """
@@ -471,7 +471,7 @@ def test_parts_of_storages_alone(tmp_path: Path) -> None:
     assert "are read as separate storages" in ckptconv.convert(tmp_path / "old.pt", tmp_path / "x.pt").notes[0]
 
 
-def test_parts_of_storages_alone_share_no_bytes_any_more(src: Path, dst: Path) -> None:
+def test_parts_of_storages_share_no_bytes_after_selection(src: Path, dst: Path) -> None:
     """``load``, ``diff`` and ``verify`` report that parts of storages without tensors no longer share bytes with the
     complete storage. Parts that tensors use lose nothing, and nothing is reported.
     """

@@ -154,7 +154,7 @@ def test_the_tail_is_one_range_shifted_by_whole_blocks(made: Path, devices: str)
     assert tail.offset + tail.length == last
 
 
-def test_the_output_depends_on_the_input_alone(saved: Path) -> None:
+def test_the_output_depends_only_on_the_input(saved: Path) -> None:
     """Processes with other hash seeds, and without torch, write the same bytes."""
     here = convert(saved, map_location="cuda:1").read_bytes()
     for seed in ("0", "4711"):

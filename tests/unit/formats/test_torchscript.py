@@ -213,7 +213,7 @@ def test_edits_apply_to_what_is_taken_out(save: Save, tmp_path: Path) -> None:
     assert tags == ["cuda:0", "cuda:0"]
 
 
-def test_the_copy_is_no_program(save: Save, dst: Path) -> None:
+def test_the_copy_is_not_a_program(save: Save, dst: Path) -> None:
     """The extracted file contains only the records of a checkpoint. The report lists the parts that were left behind,
     with their sizes.
     """
@@ -296,7 +296,7 @@ def test_a_model_optimized_for_inference(save: Save) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Lite Interpreter")
-def test_what_the_lite_interpreter_reads(tmp_path: Path) -> None:
+def test_archives_of_the_lite_interpreter(tmp_path: Path) -> None:
     """A file for the lite interpreter contains bytecode in addition to the code. Its weights are found and extracted as
     usual.
     """
@@ -351,7 +351,7 @@ def with_tag(pickle: bytes) -> bytes:
     return pickle.replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:3")
 
 
-def test_a_program_without_devices_says_nothing_of_them(save: Save) -> None:
+def test_a_program_without_devices_has_no_note_on_devices(save: Save) -> None:
     """A program without devices in its code has no notes."""
     assert ckptconv.inspect(save(nn.Linear(2, 2))).notes == ()
 
@@ -546,7 +546,7 @@ def test_listed_parameters_that_are_not_tensors_are_skipped() -> None:
     assert module_of(root, w).names() == ["w.w"]
 
 
-def test_modules_in_one_another_end() -> None:
+def test_modules_that_contain_each_other() -> None:
     """Modules that contain themselves, directly or through a part, are reported without an endless walk."""
     w = tensor()
     alone = module("M", w=w)
@@ -648,7 +648,7 @@ def test_a_torch_zip_with_constants_is_a_program_whatever_its_root(src: Path, ds
         [b"class X(Module):\n", b'torch.device("cuda:0")\n', b"  a : i\n", b'  __parameters__ = ["a", "b", "c"]\n']
     ),
 )
-def test_code_that_says_too_much_is_refused(save: Save, line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_with_too_many_statements_is_refused(save: Save, line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code with more classes, devices, attributes or names than any model has is refused without much memory. Code that
     deflates too well is refused too.
     """

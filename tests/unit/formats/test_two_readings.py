@@ -97,7 +97,7 @@ def test_short_files_and_zeros_are_not_tar_archives(data: bytes) -> None:
 
 @pytest.mark.parametrize("absolute", [True, False])
 @pytest.mark.parametrize("behind", [0, 100, 65_000])
-def test_an_archive_behind_another_format(absolute: bool, behind: int) -> None:
+def test_an_archive_after_another_format(absolute: bool, behind: int) -> None:
     """A zip archive after another format is found, also with other bytes before or after it."""
     archive = zip_of_pickle(b"N.")
     if absolute:
@@ -203,7 +203,7 @@ def test_every_opcode_as_the_first_byte(code: int) -> None:
             assert not other_reading(header_of(code + 256 * more, behind))
 
 
-def test_how_much_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_bytes_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pickle with more opcodes, or with longer lines, than could occur by chance is refused. A header whose length is
     PERSID is accepted, because every reader of plain pickles stops at this opcode.
     """
@@ -220,7 +220,7 @@ def test_how_much_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("at", [512, 1024, 1 << 20])
-def test_an_hdf5_file_behind_the_start(at: int) -> None:
+def test_an_hdf5_file_after_the_start(at: int) -> None:
     """An HDF5 signature at a position where h5py looks for one is reported."""
     data = HEADER.ljust(at) + b"\x89HDF\r\n\x1a\n" + bytes(100)
     assert other_reading(data) == f"an HDF5 file from byte {at} on, which h5py reads"

@@ -85,7 +85,7 @@ def test_ties_and_views(tmp_path: Path) -> None:
     ],
     ids=["weights", "a class", "an opcode", "a call"],
 )
-def test_weights_only_is_what_torch_says(tmp_path: Path, obj: object, protocol: int, reason: str) -> None:
+def test_weights_only_agrees_with_torch(tmp_path: Path, obj: object, protocol: int, reason: str) -> None:
     """The verdict agrees with torch's safe loader. The obstacles name the global or opcode that it refuses."""
     path = saved_at(tmp_path / "x.pt", obj, pickle_protocol=protocol)
     found = inspect(path)

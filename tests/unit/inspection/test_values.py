@@ -183,7 +183,7 @@ def test_fail_on(command: Command) -> None:
     command("inspect", "m.pt", "--fail-on", "zero", status=2, err="--fail-on zero is not valid (expected nan, inf")
 
 
-def test_fail_on_a_tie_alone(here: Path, command: Command) -> None:
+def test_fail_on_only_a_tie(here: Path, command: Command) -> None:
     """``--fail-on`` finds NaN in a tied tensor even if the tensor that it is tied to is not shown."""
     w = torch.tensor([float("nan")])
     torch.save({"a": w, "tied": w}, here / "ties.pt")

@@ -165,7 +165,7 @@ def test_headers_that_disagree_hide_no_checksum(sound: Path) -> None:
     )
 
 
-def test_a_member_without_a_header_is_said_once(sound: Path) -> None:
+def test_a_member_without_a_header_is_reported_once(sound: Path) -> None:
     """A member without a local header gives one finding, and no findings about the consequences."""
     data = sound.read_bytes()
     without = flipped(data, local_header(data, "model/data/2"))
@@ -356,7 +356,7 @@ def test_without_the_faster_library(monkeypatch: pytest.MonkeyPatch) -> None:
     checksums.crc32_for_much.cache_clear()
 
 
-def test_what_cannot_be_read_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_data_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A storage that cannot be read is a finding. The other storages are still compared."""
     sound = saved_at(tmp_path / "model.pt", {str(i): torch.ones(2000) for i in range(4)})
     bad, real = data_of(sound.read_bytes(), "model/data/1"), os.preadv

@@ -89,7 +89,7 @@ def test_a_replaced_file_keeps_its_list_and_attributes(out: Path, fixtures: Path
     assert seen
 
 
-def test_a_replaced_file_inherits_no_list(out: Path, fixtures: Path) -> None:
+def test_a_replaced_file_inherits_no_access_list(out: Path, fixtures: Path) -> None:
     """A file without an access control list has none after it is replaced, although the folder has a default list."""
     target = old_file(out / "a.pt")
     convert(fixtures / "cuda0.pt", target, map_location="cpu", force=True)
@@ -137,7 +137,7 @@ def test_a_replaced_folder_keeps_its_lists(out: Path, source: Source) -> None:
 
 @pytest.mark.parametrize("name", [ACCESS, "user.note"])
 @pytest.mark.parametrize("call", ["setxattr", "removexattr", "getxattr"])
-def test_what_cannot_be_kept_is_said_before_anything_is_written(
+def test_lost_attributes_are_reported_before_anything_is_written(
     out: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch, call: str, name: str
 ) -> None:
     """If the list or an attribute cannot be kept, the error names it. Nothing is written, and the old file keeps its
@@ -175,7 +175,7 @@ def test_a_replaced_file_keeps_its_owner(out: Path, source: Source) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize(("mode", "kept"), [(0o660, 0o600), (0o664, 0o644), (0o644, 0o644), (0o2670, 0o600)])
-def test_another_group_gets_what_everybody_has(
+def test_another_group_gets_the_permissions_of_others(
     out: Path, source: Source, monkeypatch: pytest.MonkeyPatch, mode: int, kept: int
 ) -> None:
     """If the group cannot be kept, the new group gets no more permissions than all other users."""
@@ -189,7 +189,9 @@ def test_another_group_gets_what_everybody_has(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_list_is_not_given_to_another_group(out: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_access_list_is_not_copied_to_another_group(
+    out: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the group cannot be kept, a file with an access control list that depends on it is refused. The list is never
     set.
     """

@@ -117,7 +117,7 @@ def test_progress_reaches_the_size(src: Path, tmp_path: Path) -> None:
     assert [sum(moved)] == planned == [(tmp_path / "dst.pt").stat().st_size]
 
 
-def test_a_system_that_gives_no_threads(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_starts_no_threads(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output is the same if the system allows no thread, or only one or two."""
     ckptconv.convert(src, tmp_path / "wanted.pt", dtype=RULES)
     start = threading.Thread.start
@@ -185,7 +185,7 @@ def test_an_error_in_a_thread(
         ckptconv.convert(src, target, dtype=RULES, force=True)
 
 
-def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_outside_of_the_threads(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error outside the threads stops them, even if most of their work is still to be done."""
     cast = transfer.CastThreads._cast
     begun = threading.Event()
@@ -312,7 +312,7 @@ def test_combined_of_long_parts(length: int) -> None:
     assert total == at_once
 
 
-def test_combined_of_more_than_memory_holds() -> None:
+def test_combined_of_huge_lengths() -> None:
     """The combined checksum is right for parts of many gigabytes, which are too large for memory."""
     crc32, length = zlib.crc32(bytes(1024)), 1024
     for _ in range(12):

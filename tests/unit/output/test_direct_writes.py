@@ -100,7 +100,7 @@ def test_casts_are_not_written_directly(src: Path, tmp_path: Path, direct_fds: l
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_where_it_cannot_be_opened(
+def test_fallback_if_the_file_cannot_be_opened(
     src: Path, tmp_path: Path, direct_fds: list[int], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the output cannot be opened for direct writes, at the probe or later, it is written through the page cache."""
@@ -117,7 +117,7 @@ def test_where_it_cannot_be_opened(
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EFAULT])
-def test_where_a_write_is_refused(
+def test_fallback_if_a_write_is_refused(
     src: Path, tmp_path: Path, direct_fds: list[int], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a direct write is refused, the bytes are written through the page cache."""
@@ -146,7 +146,7 @@ def test_from_another_filesystem(
 
 
 @pytest.mark.parametrize("code", [errno.ENODEV, errno.EMFILE, errno.ENOMEM])
-def test_where_the_source_cannot_be_mapped(
+def test_fallback_if_the_source_cannot_be_mapped(
     src: Path, tmp_path: Path, direct_fds: list[int], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the source cannot be mapped, because of its filesystem or a limit, it is read."""

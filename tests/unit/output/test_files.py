@@ -155,7 +155,7 @@ def rename_if_absent(old: str, new: str) -> bool:
     return True
 
 
-def test_without_any_safe_way(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_a_safe_replacement(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If no system call can create the target without the risk of replacing a file, the write is refused. The error
     names --force.
     """
@@ -321,7 +321,7 @@ def swapped(temporary: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["link", "file"])
 @pytest.mark.parametrize("replace", [True, False])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_temporary_that_somebody_exchanges(
+def test_a_temporary_file_that_another_process_replaces(
     source: Source, target: Path, kind: str, replace: bool, verify: bool
 ) -> None:
     """If another user replaces the temporary file during the write, this is found before the file gets the name of the
@@ -341,7 +341,7 @@ def test_a_temporary_that_somebody_exchanges(
 
 @pytest.mark.parametrize("kind", ["link", "file"])
 @pytest.mark.parametrize("call", ["replace", "link"])
-def test_a_temporary_that_somebody_exchanges_at_the_last_moment(
+def test_a_temporary_file_that_is_replaced_at_the_last_moment(
     source: Source, target: Path, kind: str, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the rename, the file at the target is compared with the one that was written. If another user has replaced
@@ -430,7 +430,7 @@ def test_the_first_error_is_the_one_that_is_told(source: Source, target: Path, m
 
 
 @pytest.mark.parametrize("how", ["fallocate fails", "fallocate is not offered"])
-def test_too_little_space_is_said_before_the_first_byte(
+def test_too_little_space_is_reported_before_the_first_byte(
     source: Source, target: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Free space is reserved, or compared with the necessary size, before the first byte is written. The error contains
@@ -508,7 +508,7 @@ def test_an_input_that_changes_meanwhile(source: Source, target: Path, change: C
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, None])
-def test_where_the_kernel_cannot_copy(
+def test_fallback_if_the_kernel_cannot_copy(
     source: Source, target: Path, code: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If copy_file_range is missing, fails, or copies nothing, the file is read and written with the same result, also
@@ -538,7 +538,7 @@ def test_short_copies_and_failure_in_the_middle(source: Source, target: Path, mo
     assert len(calls) == 7  # five for the first range, one failure, and one failure for the second range
 
 
-def test_whole_blocks_are_copied_whole(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_blocks_are_copied(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A range is split at its block boundaries, so that a filesystem can share complete blocks."""
     calls: list[tuple[int, int]] = []
 

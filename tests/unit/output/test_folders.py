@@ -162,7 +162,9 @@ def swapped(temporary: Path) -> None:
     fill(temporary, {"theirs": b"theirs"})
 
 
-def test_a_temporary_that_somebody_exchanges(old: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_file_that_another_process_replaces(
+    old: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another user of the parent folder replaces the temporary folder. The old folder is kept, and the other user's
     folder is not deleted.
     """
@@ -182,7 +184,7 @@ def test_a_temporary_that_somebody_exchanges(old: Path, source: Source, monkeypa
 
 
 @pytest.mark.parametrize("before", ["old", "absent"])
-def test_a_temporary_that_somebody_exchanges_at_the_last_moment(
+def test_a_temporary_file_that_is_replaced_at_the_last_moment(
     target: Path, source: Source, before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If another user's folder is at the target after the rename, this is an error. The message contains the path of
@@ -332,7 +334,7 @@ def test_without_the_exchange_the_old_folder_is_moved_aside_and_back(
     assert_alone(old, OLD)
 
 
-def test_what_would_be_lost_is_refused(target: Path, source: Source) -> None:
+def test_a_replacement_that_would_lose_files_is_refused(target: Path, source: Source) -> None:
     """A folder that is not empty is replaced only with ``replace``, and only if no other files in it would be lost."""
     mine = {"a": b"old", "notes.txt": b"mine", "deep/er/x": b"mine"}
     fill(target, mine)
@@ -410,7 +412,7 @@ def test_files_are_not_replaced_by_a_folder(target: Path, source: Source, put: C
     failure(UsageError, None, target.parent / "no" / "model", source)
 
 
-def test_too_little_space_is_said_before_anything_is_written(
+def test_too_little_space_is_reported_before_anything_is_written(
     target: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The total size of all files is compared with the free space before anything is written, unless blocks are

@@ -794,7 +794,7 @@ def test_doubling_stays_small(frame: bytes, double: bytes) -> None:
         *(c + b"\xff" * 7 + b"\x7f" for c in (b"\x8d", b"\x8e", b"\x96", b"\x95")),
     ],
 )
-def test_a_length_that_lies_costs_nothing(code: bytes) -> None:
+def test_a_wrong_length_allocates_no_memory(code: bytes) -> None:
     """A length of gigabytes in a file of a few bytes is refused without allocating memory for it."""
     with memory_below(1 << 20), pytest.raises(CkptconvError):
         graph_of(code + b"abc.")
@@ -865,7 +865,7 @@ def test_depth_of_any_kind_needs_no_stack(kind: str) -> None:
 
 
 @pytest.mark.untraced
-def test_every_flipped_bit_and_every_cut_end_in_our_errors() -> None:
+def test_every_flipped_bit_and_every_truncation_raises_a_typed_error() -> None:
     """If a pickle of every kind of object is truncated at any byte, it is malformed. If any bit is flipped, it is
     refused or can be emitted.
     """

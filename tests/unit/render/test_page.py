@@ -269,7 +269,7 @@ def test_globs_are_offered_with_what_they_need(command: Command) -> None:
         ("model", {"optimizer": {"state": {0: {"exp_avg": torch.ones(9)}}, "param_groups": []}, "x": [torch.ones(2)]}),
     ],
 )
-def test_what_makes_it_smaller(model: str, others: dict[str, Any], command: Command) -> None:
+def test_offers_to_make_a_file_smaller(model: str, others: dict[str, Any], command: Command) -> None:
     """Each command that is offered for a smaller checkpoint selects the parts that its text names. The output has the
     size that the text states.
     """

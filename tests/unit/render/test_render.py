@@ -444,7 +444,7 @@ def test_the_answer_is_in_the_first_lines(case: str, whole: Callable[..., list[s
         ("--select ema --state-dict", "everything, for the state dict in ema only:"),
     ],
 )
-def test_a_remedy_that_takes_a_part_says_so(flags: str, words: str, whole: Callable[..., list[str]]) -> None:
+def test_a_remedy_that_extracts_a_part_names_it(flags: str, words: str, whole: Callable[..., list[str]]) -> None:
     """The text before a remedy names the part of the checkpoint that the command takes, because the command does not
     mend the rest.
     """
@@ -664,7 +664,7 @@ def unfolded(name: str) -> list[str]:
     return [path for n in numbers for path in unfolded(name[: match.start()] + str(n) + name[match.end() :])]
 
 
-def test_tree_and_table_count_what_they_stand_for() -> None:
+def test_folded_rows_of_tree_and_table_count_all_tensors() -> None:
     """A folded branch shows the bytes of all its tensors. A folded row shows the shape of one tensor and the size of
     all. Limits and footers count rows and tensors.
     """

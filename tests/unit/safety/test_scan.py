@@ -86,7 +86,7 @@ def test_every_way_to_name_a_global(write: Write, naming: str) -> None:
 
 
 @pytest.mark.parametrize("place", ways.PLACES)
-def test_every_place(write: Write, place: str) -> None:
+def test_every_position(write: Write, place: str) -> None:
     """A dangerous global is found at every position in the graph, also in values that the pickle discards."""
     (found,), level = judged(write(ways.checkpoint(ways.PLACES[place](CALL))))
     assert found.name == "os.system" and level == "dangerous"
@@ -305,7 +305,7 @@ def test_depth(write: Write) -> None:
         assert (found.kind, level) == (("dangerous",) * 2 if depth < 8 else ("unknown", "needs code"))
 
 
-def test_what_cannot_be_looked_into(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickles_that_are_too_large_to_scan(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """A nested pickle with more opcodes than the limit is reported as too long."""
     monkeypatch.setattr(nested_pickles, "LIMITS", Limits(nested_opcodes=100))
     assert names(write(nested(b"N0" * 100 + INNER))) == ["a pickle that is too long to check at x"]

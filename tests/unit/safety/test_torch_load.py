@@ -70,7 +70,7 @@ def check(path: Path, expected: str, text: str = "") -> None:
         assert (why is None) == (expected == "loads"), why
 
 
-def test_it_names_the_version_that_is_installed(fixtures: Path) -> None:
+def test_the_verdict_names_the_installed_version(fixtures: Path) -> None:
     """The answer contains the version of the installed torch."""
     assert answer(fixtures / "cuda0.pt").torch == TORCH
     assert "weights_only=True" in CALL

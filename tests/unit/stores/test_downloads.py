@@ -88,7 +88,7 @@ def left_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("lie", [whole, zipped, zipped_ranges])
-def test_the_error_says_what_to_add(
+def test_the_error_names_the_missing_option(
     lie: Callable[[Exchange], None], server: FileServer, tmp_path: Path, command: Command
 ) -> None:
     """The hint of the error is ``--download``. With this option, every command that takes a URL succeeds, and a note
@@ -124,7 +124,7 @@ def test_functions_take_download(server: FileServer, state: dict[str, torch.Tens
     assert outcome.report and ckptconv.verify(tmp_path / "b.pt").ok
 
 
-def test_how_far_it_is(server: FileServer, tmp_path: Path) -> None:
+def test_progress_of_uploads(server: FileServer, tmp_path: Path) -> None:
     """The progress begins with the size of the download. All promised bytes are reported as done."""
     size = len(server.files["a.pt"])
     for inspected in (
@@ -199,7 +199,7 @@ def slow(it: Exchange) -> None:
     ],
     ids=["cut", "slow", "gzip, cut", "gzip and more", "no gzip", "brotli", "403"],
 )  # fmt: skip
-def test_lies(
+def test_false_statements(
     lie: Callable[[Exchange], None],
     kind: type[Exception],
     says: str,
@@ -271,7 +271,7 @@ def test_compressed_from_the_second_answer_on(server: FileServer) -> None:
     assert caught.value.hint is None
 
 
-def test_no_room(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_without_enough_space(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A download fails before its first byte if its size is known and exceeds the free space. It also fails if there is
     no folder for it.
     """

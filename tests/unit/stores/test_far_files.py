@@ -172,7 +172,7 @@ def test_a_missing_shard(server: FileServer, folder: Path) -> None:
 
 
 @needs_urllib3
-def test_an_index_names_only_what_stands_beside_it(server: FileServer, folder: Path) -> None:
+def test_an_index_names_only_files_next_to_it(server: FileServer, folder: Path) -> None:
     """An index that names anything but a file next to it is refused, and nothing else is requested."""
     index = index_in(folder)
     for elsewhere in (

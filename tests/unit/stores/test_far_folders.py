@@ -199,7 +199,7 @@ def test_a_name_that_leads_elsewhere_on_some_system(name: str, run: Path, tmp_pa
     assert len(ckptconv.jobs_in(f"{folder}/", f"{folder}-copy/", copy_others=True)) == 2
 
 
-def test_a_file_beside_a_set_whose_name_leads_elsewhere(run: Path, tmp_path: Path) -> None:
+def test_a_copied_file_with_a_name_that_leaves_the_folder(run: Path, tmp_path: Path) -> None:
     """A file next to a set is not copied if its name leads out of the folder on some systems. The set is converted, and
     the report contains the error.
     """
@@ -230,7 +230,7 @@ def test_one_checkpoint_of_several_files(name: str, out: str, far: str, run: Pat
     assert _files(tmp_path / "far") == _files(tmp_path / "near")
 
 
-def test_what_is_not_there(far: str, run: Path, tmp_path: Path) -> None:
+def test_missing_files_and_buckets(far: str, run: Path, tmp_path: Path) -> None:
     """A missing file or folder is reported. The error tells that the URL of a folder ends in a slash. Files can be
     copied along only from folders that can be listed.
     """
@@ -309,7 +309,7 @@ def test_a_folder_is_listed_once(
         (json.dumps([{"type": "file", "path": "a/" * 600 + "x.pt"}]).encode(), "", LimitError),
     ],
 )
-def test_a_list_that_lies(
+def test_a_false_list_of_files(
     body: bytes, link: str, error: type[CkptconvError], server: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong list of files is refused. No name leads out of the folder, and no other server is asked."""
@@ -374,7 +374,7 @@ def test_web_servers_do_not_list_folders(command: Command) -> None:
         ckptconv.convert("https://localhost:1/run/", "out.pt")
 
 
-def test_far_paths() -> None:
+def test_remote_paths() -> None:
     """A slash at the end of a URL marks a folder, and is not part of its name. Repositories and buckets are folders
     without a slash, too.
     """

@@ -47,7 +47,7 @@ class Neither(Moving):
 
 
 @pytest.mark.parametrize("said", [{"ETag": 5}, {"etag": b"x"}, {"mtime": ["x"]}, {"size": True}, {"size": "9"}, None])
-def test_what_a_filesystem_says_of_a_file(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_properties_that_a_filesystem_reports(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A filesystem can describe a file with values of any type. They are used as the version of the file, or lead to an
     error of this package, also in a list of files.
     """

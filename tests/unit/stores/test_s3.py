@@ -26,17 +26,17 @@ from tests.long.test_far_s3 import (  # noqa: F401  # collected here too
     KINDS,
     MIB,
     state_dicts,
-    test_a_dry_run_says_what_it_takes,
+    test_a_dry_run_reports_the_requests,
     test_a_set_appears_whole,
     test_a_set_is_read_back,
     test_a_source_that_changes_meanwhile,
-    test_an_object_that_is_there,
+    test_an_object_that_exists,
+    test_an_output_that_is_missing_when_it_is_read_back,
+    test_missing_files_and_buckets,
     test_onto_itself,
     test_saving,
     test_several_at_once,
     test_sources,
-    test_what_is_not_there,
-    test_what_is_read_back_is_not_there,
     url,
 )
 from tests.support.command import Command
@@ -70,7 +70,7 @@ def test_targets(is_far: bool, name: str, store: Store, folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("edits", [{"map_location": "cuda:1"}, {"dtype": "bf16"}], ids=["copied", "computed"])
-def test_how_far_it_is(edits: dict[str, str], store: Store) -> None:
+def test_progress_of_uploads(edits: dict[str, str], store: Store) -> None:
     """The progress includes what is read to compare a remote file, computed, sent or copied, and read back. All
     promised bytes are reported as done.
     """
@@ -101,19 +101,17 @@ def test_two_that_replace_one_set(store: Store, tmp_path: Path) -> None:
     test_far_s3.two_that_replace_one_set([10, 99], 90, 170, store, tmp_path)  # before our first shard
 
 
-def test_it_is_read_back(store: Store, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+def test_the_output_is_read_back(store: Store, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """With ``--verify``, each byte of the output is read back. An output that differs is reported and kept, and it can
     be written again.
     """
-    test_far_s3.test_it_is_read_back(("--to", "cuda:1"), store, monkeypatch, command)
+    test_far_s3.test_the_output_is_read_back(("--to", "cuda:1"), store, monkeypatch, command)
 
 
 SET: Any = {"max_shard_size": "14MB", "format": "safetensors"}
 
 
-def test_what_somebody_else_has_put_in_the_place_of_a_shard_stays(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_another_process_has_replaced_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """If another process replaces a shard during a conversion, its file is kept, and all other files of the conversion
     are removed.
     """
@@ -195,7 +193,7 @@ def test_ctrl_c_while_an_upload_begins(store: Store, monkeypatch: pytest.MonkeyP
     assert store.uploads() == [] and store.keys("interrupted") == []
 
 
-def test_ctrl_c_and_no_answer_to_the_abort(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_if_the_abort_is_not_answered(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """If an upload cannot be aborted after Ctrl-C, the exception has a note with the command that lists the open
     upload. The command line prints such notes.
     """
@@ -231,7 +229,7 @@ def test_ctrl_c_and_no_answer_to_the_abort(store: Store, monkeypatch: pytest.Mon
         ("", "CreateMultipartUpload", False),
     ],
 )
-def test_an_upload_that_may_stay_open_is_said(
+def test_an_upload_that_may_stay_open_is_reported(
     lost: str, refused: str, is_said: bool, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error of a failed upload contains the command that lists it if the upload may be open, because its id was

@@ -147,7 +147,7 @@ def test_a_proxy_that_refuses(secure: FileServer, files: dict[str, bytes], monke
     assert plain.seen == secure.seen == []
 
 
-def test_s3_behind_tls(
+def test_s3_over_tls(
     files: dict[str, bytes], trusted: tuple[Path, ssl.SSLContext], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``AWS_CA_BUNDLE`` names the trusted certificates of a store. If a certificate is not trusted, the error of a read

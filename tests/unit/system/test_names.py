@@ -27,7 +27,7 @@ HERE = [
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_what_leads_elsewhere(name: str) -> None:
+def test_names_that_leave_the_folder(name: str) -> None:
     """A name that leads out of the folder on some system is refused, also as the name of a folder and of a file in a
     folder.
     """
@@ -35,7 +35,7 @@ def test_what_leads_elsewhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_what_stays(name: str) -> None:
+def test_unchanged_values(name: str) -> None:
     """Ordinary names stay in the folder, as POSIX and Windows join paths. Names with folders are accepted only with
     `folders`.
     """

@@ -722,7 +722,7 @@ def test_states_of_generators_stay_on_the_cpu(pretended: Pretended) -> None:
         (lambda t: nn.Buffer(t), False),
     ],
 )
-def test_which_tensors_are_states(pretended: Pretended, obj: Any, stays: bool) -> None:
+def test_tensors_that_are_rng_states(pretended: Pretended, obj: Any, stays: bool) -> None:
     """The rules of conversions apply: a state is below a key with a certain word, outside of state dicts. It has its
     own storage and one dimension.
     """

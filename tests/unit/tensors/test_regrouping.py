@@ -79,7 +79,7 @@ def test_parameters_and_ties() -> None:
         ckptconv.regroup(state, "**.w = **.q:1, **.k:1")
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     """A rule that cannot be applied, and an argument that is not a state dict, raise specific errors."""
     state: dict[str, Any] = {"w": numbered(4), "x": nn.Parameter(numbered(4)), "s": torch.eye(2).to_sparse()}
     wrong: dict[str, tuple[str, type[CkptconvError]]] = {

@@ -79,7 +79,7 @@ LEFT: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize("n", range(len(LEFT)))
-def test_the_command_takes_it_all_out(tmp_path: Path, n: int, command: Command) -> None:
+def test_the_command_drops_everything_that_is_refused(tmp_path: Path, n: int, command: Command) -> None:
     """The suggested command converts the file. It leaves out only the objects that cannot become plain data, and the
     tuples and objects that contain them.
     """
@@ -106,7 +106,7 @@ def test_paths_are_those_of_the_source(tmp_path: Path, command: Command) -> None
     assert torch.load(tmp_path / "b.pt", weights_only=True).keys() == {"w"}
 
 
-def test_where_nothing_would_be_left(tmp_path: Path) -> None:
+def test_no_command_if_nothing_would_be_left(tmp_path: Path) -> None:
     """If the suggested command would leave nothing, no command is suggested, or ``--state-dict`` for a module."""
     torch.save(Odd(w=torch.ones(2)), tmp_path / "a.pt")
     assert suggested(tmp_path / "a.pt", tmp_path / "b.pt") is None
@@ -115,7 +115,7 @@ def test_where_nothing_would_be_left(tmp_path: Path) -> None:
     ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", state_dict=True)
 
 
-def test_what_is_torchs_own_names_the_import(tmp_path: Path) -> None:
+def test_classes_of_torch_name_the_import(tmp_path: Path) -> None:
     """A DTensor is refused with a hint about the import after which torch loads it. The hint contains no ``--drop``."""
     save_as_ranks({"w": torch.ones(4, 2)}, tmp_path / "ranks")
     src = tmp_path / "ranks" / "model_world_size_2_rank_0.pt"
@@ -266,7 +266,7 @@ LIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", LIES)
-def test_lies(tmp_path: Path, what: str) -> None:
+def test_false_statements(tmp_path: Path, what: str) -> None:
     """An object with an invalid state is refused with its path, nothing is written, and the error suggests a command
     without the object.
     """

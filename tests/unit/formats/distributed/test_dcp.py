@@ -99,7 +99,7 @@ def test_output_equals_that_of_torch(ranks: Path, tmp_path: Path, dst: Path, nam
     assert zipfile.ZipFile(dst).testzip() is None
 
 
-def test_what_torch_2_15_writes(tmp_path: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_torch_2_15(tmp_path: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In torch 2.15, the state of TensorProperties has a sixth item for the strides, and the folder is converted like
     any other. A state with more items is refused. ``verify`` reports such a state as unknown and checks the other
     items.
@@ -410,7 +410,7 @@ def test_missing_and_cut_files_are_named(copy: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
-def test_what_is_no_file_is_not_opened(copy: Path, name: str, kind: str, what: str) -> None:
+def test_irregular_files_are_not_opened(copy: Path, name: str, kind: str, what: str) -> None:
     """A FIFO, a folder or a broken link in the place of a file is refused without waiting for it, and the error
     describes it. A folder that is named .metadata counts as missing.
     """

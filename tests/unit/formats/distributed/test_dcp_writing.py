@@ -288,7 +288,7 @@ def test_the_remedies_work(tmp_path: Path) -> None:
         ("there", {"format": "dcp"}, "folder"),
     ],
 )
-def test_options_that_make_no_sense(tmp_path: Path, dst: str, options: dict[str, Any], words: str) -> None:
+def test_invalid_options(tmp_path: Path, dst: str, options: dict[str, Any], words: str) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     (tmp_path / "there").touch()
     with pytest.raises(UsageError) as raised:

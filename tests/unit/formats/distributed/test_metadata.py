@@ -84,7 +84,7 @@ def test_metadata_of_torch(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("strides", [None, (3, 1)])
-def test_what_torch_2_15_writes(strides: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_torch_2_15(strides: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch 2.15 adds the strides of one rank's part as a sixth item to the state of TensorProperties. Only the
     presence of this item is recorded.
     """
@@ -250,7 +250,7 @@ MALFORMED = {
     ("kind", "error"),
     [*((kind, UnsupportedError) for kind in UNSUPPORTED), *((kind, InputError) for kind in MALFORMED)],
 )
-def test_what_is_refused(kind: str, error: type[InputError]) -> None:
+def test_refusals(kind: str, error: type[InputError]) -> None:
     """Contents that this version does not know, and wrong values, are refused. The error contains the reason and the
     path of the file.
     """

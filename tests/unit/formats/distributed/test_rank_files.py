@@ -47,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["spread", "sharded"])
-def test_whole(name: str, runs: Path, tmp_path: Path) -> None:
+def test_complete_folder(name: str, runs: Path, tmp_path: Path) -> None:
     """Tensors of all dtypes, sizes and placements become the complete tensors, bit for bit."""
     ckptconv.convert(runs / name, tmp_path / "out.pt")
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
@@ -168,7 +168,7 @@ def test_one_verdict_on_a_set(case: str, runs: Path, tmp_path: Path, command: Co
     command("verify", sorted(src.iterdir())[0], status=0)
 
 
-def test_one_rank_file_alone(runs: Path, tmp_path: Path) -> None:
+def test_a_single_rank_file(runs: Path, tmp_path: Path) -> None:
     """The file of one rank can be converted to torch's format. Other formats refuse the file, and the hint contains the
     pattern of all files.
     """
@@ -317,7 +317,7 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any], int], object]]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_lies(lie: str, runs: Path, tmp_path: Path) -> None:
+def test_false_statements(lie: str, runs: Path, tmp_path: Path) -> None:
     """A contradiction in the files is reported with its position, before anything is written."""
     words, change = LIES[lie]
     src = edited(runs / "spread", tmp_path / "src", change)

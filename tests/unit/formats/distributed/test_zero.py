@@ -64,7 +64,7 @@ def assert_whole(out: dict[str, Any], run: Saved, *, elastic: bool = False, **_:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("ranks", "groups", "frozen"), [(1, 1, False), (2, 2, False), (3, 1, True), (11, 2, True)])
-def test_whole(kind: str, ranks: int, groups: int, frozen: bool, tmp_path: Path) -> None:
+def test_complete_folder(kind: str, ranks: int, groups: int, frozen: bool, tmp_path: Path) -> None:
     """The weights, the moments and all other values of each kind of run are merged. The ranks are in the order of their
     numbers.
     """
@@ -106,7 +106,7 @@ def test_inspect(tmp_path: Path, command: Command) -> None:
     assert [line.split("\t")[1] for line in listed.splitlines() if "\t" in line] == ["DeepSpeed ZeRO"] * 2
 
 
-def test_what_is_left_behind(tmp_path: Path, command: Command) -> None:
+def test_parts_that_are_left_behind(tmp_path: Path, command: Command) -> None:
     """The report names the 16-bit weights, the objects of DeepSpeed, and other files as left behind."""
     folder = write_zero(tmp_path / "run")
     torch.save({"seed": 1}, folder / "rng_state_0.pth")
@@ -392,7 +392,7 @@ LIES = _lies()
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_a_typed_error(lie: str, tmp_path: Path) -> None:
+def test_false_metadata_is_a_typed_error(lie: str, tmp_path: Path) -> None:
     """``convert`` and ``inspect`` refuse a folder with a contradiction, and nothing is written."""
     stage, change, words = LIES[lie]
     folder = write_zero(tmp_path / "run", stage=stage, change=change)

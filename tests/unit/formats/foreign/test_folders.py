@@ -439,7 +439,7 @@ def test_a_shell_reads_the_path_in_the_message(folder: Path, name: str) -> None:
         ),
     ],
 )
-def test_one_part_alone(names: list[str], words: str, tmp_path: Path) -> None:
+def test_a_single_part(names: list[str], words: str, tmp_path: Path) -> None:
     """``inspect`` describes a file of one rank as a part and suggests a command that merges all parts. The name of such
     a file alone does not make it a part.
     """

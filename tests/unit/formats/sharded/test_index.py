@@ -372,7 +372,7 @@ def test_sizes_are_decimal(text: int | str, nbytes: int) -> None:
         400 * "9" + "TB",
     ],
 )
-def test_a_size_that_makes_no_sense(text: int | str) -> None:
+def test_an_invalid_size(text: int | str) -> None:
     """An invalid size is refused, and the error contains examples."""
     with pytest.raises(UsageError, match="5GB, 500MB"):
         parse_size(text)

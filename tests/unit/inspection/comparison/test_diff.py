@@ -155,7 +155,7 @@ def test_protocols_make_no_difference(name: str, tmp_path: Path) -> None:
     assert ckptconv.diff(*files).same
 
 
-def test_prefix_and_container_alone_make_no_difference(tmp_path: Path) -> None:
+def test_prefix_and_container_make_no_difference(tmp_path: Path) -> None:
     """A DataParallel checkpoint is the same as the safetensors file with the plain names if the prefix is stripped or
     unwrapped.
     """
@@ -273,7 +273,7 @@ def findings(found: Difference) -> list[tuple[str, str]]:
     return every + [(other.path, f"{other.a} → {other.b}") for other in found.others]
 
 
-def test_keys_that_are_no_texts(tmp_path: Path) -> None:
+def test_keys_that_are_not_strings(tmp_path: Path) -> None:
     """Nested tuples and frozensets are recognized as the same key or member in any order. Keys that are nested too
     deeply are paired by their position.
     """
@@ -362,7 +362,7 @@ def test_differences_contain_the_facts_of_both_sides(tmp_path: Path) -> None:
     assert [(each.path, each.tied_to) for each in found.only_in_a] == [("x", "a"), ("y", "a")]
 
 
-def test_how_far_apart_values_are(tmp_path: Path) -> None:
+def test_sizes_of_differences(tmp_path: Path) -> None:
     """A difference contains the number of changed elements and the largest absolute and relative difference. Tensors of
     different dtypes are compared by value, and views by their elements.
     """
@@ -437,7 +437,7 @@ def test_tensors_that_are_more_than_a_storage(kind: str, tmp_path: Path) -> None
     assert len({path for path, _ in findings(found)}) == 1, found
 
 
-def test_a_scale_alone_is_found(tmp_path: Path) -> None:
+def test_a_difference_only_in_a_scale_is_found(tmp_path: Path) -> None:
     """A quantized tensor differs if only its scale differs."""
     a, b = (torch._make_per_tensor_quantized_tensor(torch.arange(4).to(torch.int8), scale, 0) for scale in (0.5, 0.25))
     found = ckptconv.diff(saved(tmp_path / "a.pt", {"q": a}), saved(tmp_path / "b.pt", {"q": b}))
@@ -811,7 +811,7 @@ PAIRS: dict[str, tuple[Any, Any, dict[str, Any], list[tuple[str, str]], list[str
 
 
 @pytest.mark.parametrize("case", PAIRS)
-def test_what_is_found_and_noted(case: str, tmp_path: Path) -> None:
+def test_differences_and_notes(case: str, tmp_path: Path) -> None:
     """``diff`` reports the expected findings and notes for each pair of files and keywords."""
     a, b, keywords, expected, notes = PAIRS[case]
     found = ckptconv.diff(saved(tmp_path / "a.pt", a), saved(tmp_path / "b.pt", b), **keywords)
@@ -970,7 +970,7 @@ def test_a_crash_is_not_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert status(good, good) == 2
 
 
-def test_a_file_that_changes_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is truncated during the comparison is reported as changed, also if another thread reads it."""
     a, b = (bare(tmp_path / name, {"w": torch.zeros(9_000_000)}) for name in ("a.pt", "b.pt"))
     read_into = Source.read_into
@@ -998,7 +998,7 @@ def test_a_view_with_too_many_elements(tmp_path: Path) -> None:
         ckptconv.diff(a, b)
 
 
-def test_what_both_repeat_is_compared_once(tmp_path: Path) -> None:
+def test_repeated_values_are_compared_once(tmp_path: Path) -> None:
     """Elements that both sides repeat are compared once, but counted as often as they occur."""
     a = saved(tmp_path / "a.pt", {"w": torch.tensor([[1.0], [2.0]]).expand(2, 1 << 40)})
     b = saved(tmp_path / "b.pt", {"w": torch.tensor([[1.0], [3.0]]).expand(2, 1 << 40)})
@@ -1073,7 +1073,7 @@ def test_rings_of_different_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ckptconv.diff(a, b)
 
 
-def test_a_long_text_in_many_places_is_read_once(tmp_path: Path, reads: list[tuple[str, int]]) -> None:
+def test_a_long_text_at_many_paths_is_read_once(tmp_path: Path, reads: list[tuple[str, int]]) -> None:
     """A long string that occurs many times is read once, so a small file cannot cause a large amount of reading."""
     text = "x" * 1_000_000
     a, b = (saved(tmp_path / f"{n}.pt", [torch.ones(1), *[text] * 200]) for n in "ab")
@@ -1237,7 +1237,7 @@ def test_full_finds_what_a_checksum_hides(tmp_path: Path, command: Command) -> N
     command("diff", path, path, "--full", "--names-only", status=2, err="--names-only and --full cannot be combined")
 
 
-def test_text_of_what_is_the_same(tmp_path: Path, command: Command) -> None:
+def test_text_of_equal_checkpoints(tmp_path: Path, command: Command) -> None:
     """Equal files give one line, and a note about storages that were not read. A pipe and -v list all findings, a
     terminal lists some, and -q lists nothing.
     """
@@ -1279,7 +1279,7 @@ WITHIN = "different: dtype of 1 tensor; all values within the tolerance; 3 tenso
     ],
     ids=["dtype", "near", "one near, one of another dtype", "another thing", "values", "shape", "names only"],
 )
-def test_the_answer_says_that_all_values_are_the_same(
+def test_the_answer_reports_equal_values(
     a: Any, b: Any, keywords: dict[str, Any], answer: str | None, tmp_path: Path
 ) -> None:
     """The first line reports that all values are equal, or within the tolerance, if only other things differ. It does
@@ -1290,7 +1290,7 @@ def test_the_answer_says_that_all_values_are_the_same(
     assert first == answer if answer else "all values" not in first
 
 
-def test_values_are_listed_by_how_much_they_say(tmp_path: Path) -> None:
+def test_values_are_listed_by_importance(tmp_path: Path) -> None:
     """Values are listed in this order: NaN on only one side, the largest differences, integers, and the state of a
     random generator, which has no distance.
     """

@@ -94,7 +94,9 @@ def saved(path: Path, tensor: torch.Tensor, container: str) -> Path:
 
 
 @given(pairs(), st.sampled_from(CONTAINERS), st.sampled_from(CONTAINERS))
-def test_what_torch_finds_equal_is_the_same(pair: tuple[torch.Tensor, torch.Tensor], one: str, other: str) -> None:
+def test_values_that_are_equal_in_torch_are_the_same(
+    pair: tuple[torch.Tensor, torch.Tensor], one: str, other: str
+) -> None:
     """Signs of zeros, signs and payloads of NaNs, layouts, lazy conjugation and negation, and containers make no
     difference. Every other difference counts.
     """

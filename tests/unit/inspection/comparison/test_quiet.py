@@ -135,7 +135,7 @@ def test_it_stops_at_the_first_difference(tmp_path: Path, monkeypatch: pytest.Mo
     assert sum(lengths) > 2 * numbers.nbytes * 0.9
 
 
-def test_nothing_is_read_where_names_or_dtypes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_values_are_read_if_names_or_dtypes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor is read if names, dtypes, shapes or other values differ. In folders, a file that cannot be read gives
     the exit status 2.
     """

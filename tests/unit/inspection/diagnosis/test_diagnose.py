@@ -343,7 +343,7 @@ def test_nothing_is_wrong_with_healthy_fixtures(fixtures: Path, name: str) -> No
 # Code
 
 
-def test_code_beside_a_state_dict(fixtures: Path) -> None:
+def test_code_next_to_a_state_dict(fixtures: Path) -> None:
     """Each class that torch refuses has a finding with its path. The command keeps only the state dict, which loads."""
     obj = {"model": linear(), "args": argparse.Namespace(a=1), "log": [Unknown(), {"deep": Unknown()}], "cls": Unknown}
     found = diagnosed(obj)
@@ -472,7 +472,7 @@ def test_a_part_of_a_pickled_model_that_is_wrapped() -> None:
     takes(mended("m.pt", "inner-prefix"))
 
 
-def test_of_several_modules_the_largest_is_taken_by_its_path() -> None:
+def test_the_largest_of_several_modules_is_selected_by_path() -> None:
     """If there are several modules without a usual name, the command selects the largest one by its path."""
     found = diagnosed({"critic": nn.Linear(2, 2), "actor": fresh()}, ["cuda:0"])
     code = [f for f in found.findings if f.kind == "code"][-1]
@@ -768,7 +768,7 @@ def check_every_command(path: Path | str) -> Summary:
 
 
 @pytest.mark.parametrize(("name", "protocol"), sampled(itertools.product(zoo.ZOO, range(2, 6))))
-def test_every_command_mends_what_it_stands_for(name: str, protocol: int) -> None:
+def test_every_command_solves_its_issue(name: str, protocol: int) -> None:
     """The commands work for every object of the zoo, with tags that a machine without a GPU can judge."""
     if protocol < zoo.NEEDS_PROTOCOL.get(name, 2):
         pytest.skip("needs a newer protocol")

@@ -159,7 +159,7 @@ def test_the_variable_reduces_them(tmp_path: Path, variable: str, seen: int) -> 
     assert cuda(nvidia(tmp_path, 3), CUDA_VISIBLE_DEVICES=variable) == seen == torch_count(variable, 3)
 
 
-def test_what_only_the_driver_knows(tmp_path: Path) -> None:
+def test_facts_that_only_the_driver_knows(tmp_path: Path) -> None:
     """Parts of a divided GPU count as one GPU. UUIDs that cannot be looked up are counted, up to the number of GPUs."""
     root = nvidia(tmp_path, 2, uuids=False)
     assert cuda(root, CUDA_VISIBLE_DEVICES="MIG-aaaa,MIG-bbbb") == 1
@@ -196,7 +196,7 @@ def torch_count(variable: str, count: int) -> int:
         return torch.cuda._device_count_nvml()
 
 
-def test_tags_that_a_machine_has() -> None:
+def test_location_tags_that_exist_on_a_machine() -> None:
     """A machine has a tag according to its family and index. Tags that torch cannot restore are absent everywhere, and
     the presence of other devices is not known.
     """
