@@ -378,12 +378,13 @@ def _refusal(
     drops = _drops(root, inside, set(why))
     if not _is_something_left(checkpoint, places, drops):
         drops = []
+    asked = Option("loadable" if objects_help else "loadable_objects")
     needed = [needed_import(why[id(place.node)]) for place in stands]
     imports = ", ".join(sorted({module for module in needed if module}))
     known = dict.fromkeys(why[id(place.node)] for place, module in zip(stands, needed, strict=True) if module)
     hints = [
         f"torch.load(weights_only=True) takes {some([*known], _SHOWN)} after `import {imports}`" if imports else None,
-        _without(checkpoint, tuple(dict.fromkeys(place.path for place in drops))) if None in needed else None,
+        _without(checkpoint, asked, tuple(dict.fromkeys(place.path for place in drops))) if None in needed else None,
         option("loadable_objects") + " converts unknown objects to dicts"
         if None in needed and objects_help and objects_help()
         else None,
@@ -395,15 +396,16 @@ def _refusal(
     )
 
 
-def _without(checkpoint: Checkpoint, paths: tuple[str, ...]) -> str | None:
+def _without(checkpoint: Checkpoint, asked: Option, paths: tuple[str, ...]) -> str | None:
     """Return the command that leaves out the objects at `paths`, or that extracts the state dict if there are no paths.
 
-    Return None if there are no paths and no single main state dict.
+    The command that leaves them out has the option `asked`, which the user gave. Return None if there are no paths and
+    no single main state dict.
     """
     source = checkpoint.source
     if not paths and len(checkpoint.detected.main()) != 1:
         return None
-    left_out = (Option("loadable"), Option("drop", paths)) if paths else (Option("state_dict"),)
+    left_out = (asked, Option("drop", paths)) if paths else (Option("state_dict"),)
     if isinstance(source, BytesSource):
         return joined(*(Message(each) for each in left_out), separator=" ")
     return "to leave them out: " + command("convert", source.path, Placeholder("OUT"), *left_out)

@@ -93,6 +93,17 @@ def test_the_command_drops_everything_that_is_refused(tmp_path: Path, n: int, co
     assert_same(torch.load(dst, weights_only=True), expected)
 
 
+def test_the_command_has_the_option_that_was_typed(tmp_path: Path, command: Command) -> None:
+    """The suggested command contains ``--loadable-objects`` if the user gave it."""
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save({"hook": Odd(a=1), "every": range(3), "w": 1}, src)
+    said = command("convert", src, dst, "--loadable-objects", status=1)
+    words = shlex.split(said.err.split(" OUT ")[1].splitlines()[0])
+    assert words == ["--loadable-objects", "--drop", "every"]
+    command("convert", src, dst, *words)
+    assert_same(torch.load(dst, weights_only=True), {"hook": {"__class__": NAME, "a": 1}, "w": 1})
+
+
 def test_paths_are_those_of_the_source(tmp_path: Path, command: Command) -> None:
     """The suggested ``--drop`` uses the paths of the source, also if the conversion selects a part and changes
     names.
