@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -177,17 +178,24 @@ def _plan(files: list[_File], index: Path | None, request: Request, faults: Chec
     """
     edits, shards = request.edits, files[:-1] if index else files
     total = Changes()
-    missing: list[NoMatchError] = []
+    missing: dict[tuple[str, object], list[NoMatchError]] = {}
     format_ = ""
     wrapped: set[bool] = set()
     names: dict[str, set[str]] = {}
     for file in shards:
-        try:
-            format_ = _plan_file(file, request, total, wrapped, names, faults)
-        except NoMatchError as error:  # it may match in another shard
-            missing.append(error)
-    if missing and (len(missing) == len(shards) or len(edits.strip_prefix + edits.rename) > 1):
-        raise missing[0]
+        here = request
+        while True:
+            try:
+                format_ = _plan_file(file, here, total, wrapped, names, faults)
+                break
+            except NoMatchError as error:  # it may match in another shard
+                if error.unmatched is None or len(shards) == 1:
+                    raise
+                missing.setdefault(error.unmatched, []).append(error)
+                here = replace(here, edits=here.edits.without(*error.unmatched))
+    for first, *others in missing.values():
+        if 1 + len(others) == len(shards):
+            raise first
     if edits.unwrap and len(shards) > 1 and len(wrapped) > 1:
         raise RefusedError(
             "all names begin with module. in some shards but not in others, so it was not added by a wrapper",
@@ -200,8 +208,7 @@ def _plan(files: list[_File], index: Path | None, request: Request, faults: Chec
             if shard_of.setdefault(name, shard) != shard:
                 what = f"two shards would have the name {name!r}"
                 raise CollisionError(what, where=index or files[0].path.parent, got=f"{shard_of[name]} and {shard}")
-    planned = len(shards) - len(missing)
-    total.notes = [note for note, n in Counter(total.notes).items() if n == planned]  # keep notes that all shards have
+    total.notes = [note for note, n in Counter(total.notes).items() if n == len(shards)]  # notes that all shards have
     if index:
         _plan_index(files[-1], {change.old: change.new for change in total.names})
     return total, f"sharded {format_}" if index or len(shards) > 1 else format_

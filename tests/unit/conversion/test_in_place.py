@@ -872,6 +872,21 @@ def test_a_prefix_that_some_shards_lack(sharded: Path) -> None:
     refused_in_place(ckptconv.NoMatchError, None, sharded, strip_prefix="model.")
 
 
+@pytest.mark.parametrize("format", ["pt", "safetensors"])
+def test_a_shard_that_lacks_one_edit_gets_the_others(tmp_path: Path, format: str) -> None:
+    """As if the set were one file; an edit that matches in no shard is still a typo."""
+    source, shards, whole = tmp_path / "source.pt", tmp_path / "set", tmp_path / "whole.pt"
+    torch.save({name: torch.full((300,), len(name)) for name in ("module.a", "module.bias", "model.c")}, source)
+    ckptconv.convert(source, shards, max_shard_size=2500, format=format)
+    edits = {"strip_prefix": "module.", "rename": [("bias", "b"), ("^model", "m")], "add_prefix": "x."}
+    ckptconv.convert(source, whole, **edits)
+    refused_in_place(ckptconv.NoMatchError, "no name starts with 'net", shards, **{**edits, "strip_prefix": "net."})
+    ckptconv.convert(shards, in_place=True, **edits)
+    assert sorted(ckptconv.load(shards)) == ["x.a", "x.b", "x.m.c"]
+    assert ckptconv.diff(shards, whole, state_dict=True).same
+    assert ckptconv.verify(shards).ok
+
+
 @pytest.mark.parametrize("others", ["_orig_mod.module.", "_orig_mod.", ""])
 def test_unwrapping_a_set(tmp_path: Path, others: str) -> None:
     """``unwrap`` removes the prefixes that all names have. It is refused if only some shards have names that begin with
