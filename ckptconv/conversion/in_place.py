@@ -178,12 +178,13 @@ def _plan(files: list[_File], index: Path | None, request: Request, faults: Chec
     """
     edits, shards = request.edits, files[:-1] if index else files
     total = Changes()
-    missing: dict[tuple[str, object], list[NoMatchError]] = {}
+    missing: list[dict[tuple[str, object], NoMatchError]] = []  # for each shard, by the edit
     format_ = ""
     wrapped: set[bool] = set()
     names: dict[str, set[str]] = {}
     for file in shards:
         here = request
+        missing.append({})
         while True:
             try:
                 format_ = _plan_file(file, here, total, wrapped, names, faults)
@@ -191,10 +192,10 @@ def _plan(files: list[_File], index: Path | None, request: Request, faults: Chec
             except NoMatchError as error:  # it may match in another shard
                 if error.unmatched is None or len(shards) == 1:
                     raise
-                missing.setdefault(error.unmatched, []).append(error)
+                missing[-1].setdefault(error.unmatched, error)
                 here = replace(here, edits=here.edits.without(*error.unmatched))
-    for first, *others in missing.values():
-        if 1 + len(others) == len(shards):
+    for edit, first in next(iter(missing), {}).items():
+        if all(edit in errors for errors in missing):
             raise first
     if edits.unwrap and len(shards) > 1 and len(wrapped) > 1:
         raise RefusedError(

@@ -270,9 +270,10 @@ def _unmatched(task: Task, error: NoMatchError) -> tuple[tuple[str, object], ...
     Return an empty tuple if the conversion would fail without these edits too.
     """
     unmatched: tuple[tuple[str, object], ...] = task.dropped
+    given = [*task.job.parsed()[0].several()]
     last: CkptconvError = error
-    while isinstance(last, NoMatchError) and last.unmatched is not None and last.unmatched not in unmatched:
-        unmatched += (last.unmatched,)
+    while isinstance(last, NoMatchError) and (edit := last.unmatched) and unmatched.count(edit) < given.count(edit):
+        unmatched += (edit,)
         try:
             run_steps(_converting(task._replace(is_rehearsal=True, dropped=unmatched), None))
         except CkptconvError as error:

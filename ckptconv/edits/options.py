@@ -235,13 +235,16 @@ class Edits:
         check_flags(self)
 
     def without(self, field: str, what: object) -> "Edits":
-        """Return these edits without the element `what` of `field`.
+        """Return these edits without the element `what` of `field`, or without the last of several equal ones.
 
-        :class:`~ckptconv.errors.NoMatchError` contains both if an edit matches nothing.
+        :class:`~ckptconv.errors.NoMatchError` contains both if an edit matches nothing. A prefix that is given twice
+        can match once.
         """
         if field == "devices":
             return replace(self, devices=self.devices.without(what))
-        left: Any = tuple(each for each in getattr(self, field) if each != what and getattr(each, "file", 0) != what)
+        every = getattr(self, field)
+        last = [i for i, each in enumerate(every) if each == what][-1:]
+        left: Any = tuple(each for i, each in enumerate(every) if i not in last and getattr(each, "file", 0) != what)
         return replace(self, **{field: left})
 
     def several(self) -> Iterator[tuple[str, object]]:

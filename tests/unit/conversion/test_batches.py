@@ -382,6 +382,19 @@ def test_edits_that_match_only_in_some_files(run_folder: Path) -> None:
     assert len(of_optimizer.unmatched) == 5
 
 
+@pytest.mark.parametrize(
+    "flags", [["--strip-prefix", "module."], ["--rename", "^module[.]", ""]], ids=["strip", "rename"]
+)
+def test_repeated_edits_that_match_once(tmp_path: Path, flags: list[str], convert: Command) -> None:
+    """A prefix that is given twice is removed once from files that have it only once."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("module.module.w", "module.w", "w"):
+        torch.save({name: torch.ones(1)}, run / f"{name}.pt")
+    convert(run, tmp_path / "out", *flags, *flags)
+    assert [[*torch.load(path)] for path in (tmp_path / "out").iterdir()] == [["w"]] * 3
+
+
 def test_edits_that_match_in_existing_outputs(run_folder: Path, convert: Command) -> None:
     """If a batch is resumed, an edit without a match in the remaining files is not an error if it matches in existing
     outputs.

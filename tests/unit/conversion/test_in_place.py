@@ -887,6 +887,16 @@ def test_a_shard_that_lacks_one_edit_gets_the_others(tmp_path: Path, format: str
     assert ckptconv.verify(shards).ok
 
 
+def test_a_shard_in_which_a_repeated_edit_matches_once(tmp_path: Path) -> None:
+    """Each shard loses as many prefixes as it has."""
+    source, shards = tmp_path / "source.pt", tmp_path / "set"
+    torch.save({name: torch.ones(300) for name in ("module.module.a", "module.b", "c")}, source)
+    ckptconv.convert(source, shards, max_shard_size=1300, format="pt")
+    refused_in_place(ckptconv.NoMatchError, None, shards, strip_prefix=["module."] * 3)
+    ckptconv.convert(shards, in_place=True, strip_prefix=["module."] * 2)
+    assert sorted(ckptconv.load(shards)) == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize("others", ["_orig_mod.module.", "_orig_mod.", ""])
 def test_unwrapping_a_set(tmp_path: Path, others: str) -> None:
     """``unwrap`` removes the prefixes that all names have. It is refused if only some shards have names that begin with
