@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,6 +124,16 @@ def too_large(info: TensorInfo) -> str | None:
     assert info.storage is not None
     most = LIMITS.gathered(info.storage.nbytes)
     return f"its {info.nbytes:,} bytes exceed the limit of {most:,}" if info.nbytes > most else None
+
+
+def about_tensors(tensors: Mapping[str, TensorInfo], name: str) -> Iterator[str]:
+    """Yield notes on the named `tensors` of a file or set: wrappers in all names, and properties that `name`, a format
+    of tensors, does not store.
+    """
+    for wrapper in ("module.", "_orig_mod."):
+        if tensors and all(each.startswith(wrapper) for each in tensors):
+            yield f"every name starts with {wrapper}: " + option("strip_prefix", wrapper) + " removes it"
+    yield from about_parameters(tensors.values(), name)
 
 
 def about_parameters(infos: Iterable[TensorInfo], name: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ that each tensor is aligned.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
@@ -24,10 +24,10 @@ from ckptconv.dtypes import BY_NAME, BY_WORD, get_dtype
 from ckptconv.errors import RefusedError
 from ckptconv.formats.distributed.rank_names import about_one
 from ckptconv.formats.distributed.safetensors_parts import SHARDING_INFO, is_part, part_error, saved_offsets
-from ckptconv.formats.layout import Layout, about_parameters, cannot_hold, file_of, too_large
+from ckptconv.formats.layout import Layout, about_tensors, cannot_hold, file_of, too_large
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
 from ckptconv.formats.writers import WRITERS
-from ckptconv.hints import joined, option
+from ckptconv.hints import joined
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Dict, Graph, Object, PersistentId, Value, set_items, walk
 from ckptconv.pickles.paths import Place, is_item, is_repeated
@@ -159,7 +159,7 @@ def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> La
     storages = dict.fromkeys(info.storage for info in written.values() if info.storage and info.nbytes)
     ties = tuple((name, metadata[name]) for name in taken if name not in written)
     file = file_of(path, [Literal(header), *pieces], storages)
-    return Layout((file,), tuple(left_behind), tuple(_notes(taken)), ties)
+    return Layout((file,), tuple(left_behind), tuple(about_tensors(taken, NAME)), ties)
 
 
 def header_in_place(checkpoint: Checkpoint, container: DataStart) -> bytes | None:
@@ -283,11 +283,3 @@ def _word_and_shape(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
     if info.dtype == _PACKED:
         return "F4", (*info.shape[:-1], 2 * info.shape[-1])
     return get_dtype(info.dtype).word or "", info.shape
-
-
-def _notes(taken: dict[str, TensorInfo]) -> Iterator[str]:
-    """Yield notes on the tensors `taken`: wrappers in their names, and properties that the format does not store."""
-    for wrapper in ("module.", "_orig_mod."):
-        if taken and all(name.startswith(wrapper) for name in taken):
-            yield f"every name starts with {wrapper}: " + option("strip_prefix", wrapper) + " removes it"
-    yield from about_parameters(taken.values(), NAME)

@@ -16,10 +16,10 @@ from ckptconv.byteranges.spans import Literal, OutFile
 from ckptconv.checkpoint.merging import split
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import is_word
-from ckptconv.checkpoint.tensor_info import LeftBehind, left_behind_at
+from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, left_behind_at
 from ckptconv.errors import ArgumentTypeError, RefusedError, UsageError, count, some
 from ckptconv.formats.distributed.rank_names import about_one
-from ckptconv.formats.layout import Layout
+from ckptconv.formats.layout import Layout, about_tensors
 from ckptconv.formats.safetensors_header import is_text
 from ckptconv.formats.sharded.index import (
     TOTAL_SIZE,
@@ -248,6 +248,7 @@ def _laid_out(checkpoint: Checkpoint, folder: Path, writer: Writer, planned: _Se
     notes = dict.fromkeys(planned.notes)
     ties: dict[str, str] = {}
     weight_map: dict[str, str] = {}
+    tensors: dict[str, TensorInfo] = {}
     total_size = 0
     parts = split(checkpoint, [(file.root, file.like) for file in planned.files])
     for file, part in zip(planned.files, parts, strict=True):
@@ -260,13 +261,15 @@ def _laid_out(checkpoint: Checkpoint, folder: Path, writer: Writer, planned: _Se
             weight_map |= names
         else:
             tied = dict(laid.ties)
-            written = [info for info in part.tensors.values() if info.name in names and info.name not in tied]
-            total_size += sum(info.nbytes for info in written)
-            weight_map |= {info.name: file.name for info in written if info.name is not None}
+            own = {info.name: info for info in part.tensors.values() if info.name is not None and info.name in names}
+            written = {name: info for name, info in own.items() if name not in tied}
+            total_size += sum(info.nbytes for info in written.values())
+            weight_map |= dict.fromkeys(written, file.name)
+            tensors |= own
         files += laid.files
         left |= {(lost.path, lost.why): lost for lost in laid.left_behind}
-        notes |= dict.fromkeys(laid.notes)
         ties |= laid.ties
+    notes |= dict.fromkeys(about_tensors(tensors, writer.name))
     if planned.index:
         metadata = planned.metadata
         if not writer.ties:

@@ -629,6 +629,18 @@ def test_storages_remain_complete_in_the_format_of_torch(tmp_path: Path) -> None
         assert_equal(load_set(tmp_path / out), state)
 
 
+def test_notes_are_on_the_whole_set(tmp_path: Path, out: Path) -> None:
+    """A prefix that only some shards have in all names is not said to be in every name, and parameters are counted."""
+    source = tmp_path / "source.pt"
+    torch.save({name: torch.nn.Parameter(torch.ones(9)) for name in ("module.a", "module.b", "c")}, source)
+    of_parameters = "safetensors does not store requires_grad, which {} had"
+    report = convert(source, out, format="safetensors", max_shard_size=36)
+    assert [*report.notes] == [of_parameters.format("3 parameters")]
+    torch.save({f"module.{name}": torch.ones(9) for name in "abc"}, source)
+    report = convert(source, tmp_path / "wrapped", format="safetensors", max_shard_size=36)
+    assert [*report.notes] == ["every name starts with module.: --strip-prefix module. removes it"]
+
+
 def test_copied_ties(whole: Path, out: Path) -> None:
     """With ``copy_tied``, each name has its own bytes in any of the shards, and the index counts all of them."""
     convert(whole, out, format="safetensors", max_shard_size=900, copy_tied=True)
