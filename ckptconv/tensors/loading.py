@@ -59,9 +59,9 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
     if not checkpoint.is_byteorder_said:
         checkpoint.byteorder = _default_byteorder()
     if not callable(target):
-        tags = tags_of(checkpoint) if target is None else [target]
+        tags = tags_of(checkpoint)
         require_devices(
-            tags,
+            tags if target is None or not tags else [target],
             hint=option("map_location", "cpu")
             + " loads it here, "
             + option("map_location", "auto")
