@@ -164,8 +164,9 @@ class Transfer:
 
     def _move(self, out: Destination, small: _GatheredWrites, at: int, piece: Piece) -> Iterator[int]:
         """Write `piece` at the offset `at` of `out`, of which `small` gathers small writes. Yield each length."""
-        piece = self._pieces.located(piece)
-        if isinstance(piece, ByteRange):
+        planned, piece = piece, self._pieces.located(piece)
+        is_awaited = id(planned) in self._awaited
+        if isinstance(piece, ByteRange) and not is_awaited:
             if piece.length > AHEAD:
                 small.flush()  # so that a file object is written from its start to its end
                 yield from _copy(out, at, piece)
@@ -176,15 +177,15 @@ class Transfer:
             small.write(at, self._window.read(offset, piece.length))
             yield piece.length
             return
-        crc32, awaited = 0, id(piece) in self._awaited
+        crc32 = 0
         for chunk in self._pieces.chunks(piece):
             small.write(at, chunk)
             at += len(chunk)
-            if awaited:
+            if is_awaited:
                 crc32 = checksum(chunk, crc32)
             yield len(chunk)
-        if awaited:
-            self._computed_sums[id(piece)] = crc32
+        if is_awaited:
+            self._computed_sums[id(planned)] = crc32
 
 
 class _GatheredWrites:

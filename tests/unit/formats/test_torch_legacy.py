@@ -242,7 +242,7 @@ def test_one_storage_under_two_dtypes_is_refused(src: Path, dst: Path) -> None:
     refused(MalformedError, "described in two ways", src, dst, format="legacy")
 
 
-def test_hints_exclude_only_tensors_with_keys(src: Path, dst: Path) -> None:
+def test_hints_name_only_tensors_with_keys(src: Path, dst: Path) -> None:
     """The hint names the options that exclude the tensors that cannot be written. There is no hint if one of them is an
     element of a list, which cannot be excluded.
     """

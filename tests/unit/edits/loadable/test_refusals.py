@@ -339,7 +339,7 @@ def test_dangerous_calls_are_refused(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_loadable_objects_is_suggested_only_if_it_helps(tmp_path: Path) -> None:
+def test_conversion_to_dicts_is_suggested_only_if_it_helps(tmp_path: Path) -> None:
     """The error of ``loadable`` suggests ``loadable_objects`` only if that would convert the file."""
     bad = Made(os.system, (f"touch {tmp_path / 'mark'}",))
     for obj, helps in (({"o": Odd()}, True), ({"b": bad}, False), ({"o": Odd(), "b": bad}, False)):
