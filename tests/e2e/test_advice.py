@@ -1262,7 +1262,7 @@ _FAULT = "it needs a fault of the disk, or another program, at one moment; the w
 _NO_ADVICE = "no advice: a description, or a table that others read"
 _RUN = "it is for the run of several processes that saved the files"
 _DCP = "formats/distributed/test_dcp_writing.py::test_the_remedies_work"
-_LOADABLE = "edits/loadable/test_what_is_refused.py::"
+_LOADABLE = "edits/loadable/test_refusals.py::"
 _FOREIGN = "formats/foreign/test_files.py::"
 #: Places without a case here. For each place of a name: a test in tests/unit that types its advice, or the reason why
 #: no test does.
