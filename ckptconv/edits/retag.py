@@ -54,7 +54,8 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
     checkpoint.changed()
     changes.notes += unmatched_rules(checkpoint, devices, seen_tags)
     if devices.to and not changes.devices:
-        reason = "it changes nothing" if seen_tags else "there are no tensors with data"
+        nothing = "no tensor has data" if checkpoint.tensors else "there are no tensors"
+        reason = "it changes nothing" if seen_tags else nothing
         if seen_tags == {devices.to.tag("")}:
             reason = f"every tensor is on {devices.to} already"
         changes.notes.append(reason + ", so " + option("map_location", str(devices.to)) + " changed nothing")

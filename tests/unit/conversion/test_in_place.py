@@ -874,7 +874,7 @@ def test_a_prefix_that_some_shards_lack(sharded: Path) -> None:
 
 @pytest.mark.parametrize("format", ["pt", "safetensors"])
 def test_a_shard_that_lacks_one_edit_gets_the_others(tmp_path: Path, format: str) -> None:
-    """As if the set were one file; an edit that matches in no shard is still a typo."""
+    """An edit applies to the shards in which it matches. An edit that matches in no shard is refused."""
     source, shards, whole = tmp_path / "source.pt", tmp_path / "set", tmp_path / "whole.pt"
     torch.save({name: torch.full((300,), len(name)) for name in ("module.a", "module.bias", "model.c")}, source)
     ckptconv.convert(source, shards, max_shard_size=2500, format=format)
@@ -888,7 +888,7 @@ def test_a_shard_that_lacks_one_edit_gets_the_others(tmp_path: Path, format: str
 
 
 def test_a_shard_in_which_a_repeated_edit_matches_once(tmp_path: Path) -> None:
-    """Each shard loses as many prefixes as it has."""
+    """Prefixes that are given twice are removed as often as each shard has them."""
     source, shards = tmp_path / "source.pt", tmp_path / "set"
     torch.save({name: torch.ones(300) for name in ("module.module.a", "module.b", "c")}, source)
     ckptconv.convert(source, shards, max_shard_size=1300, format="pt")

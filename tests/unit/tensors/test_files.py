@@ -181,11 +181,11 @@ def test_unavailable_devices_are_reported_before_the_load(
 
 @pytest.mark.parametrize("obj", [{"epoch": 3}, {"w": torch.empty(3, device="meta")}], ids=["numbers", "meta"])
 def test_no_device_is_needed_without_bytes_of_tensors(obj: Any, path: Path) -> None:
-    """As in torch, which asks for the device when it moves the first storage."""
+    """An object without tensor data loads for a device that does not exist here, as with torch."""
     torch.save(obj, path)
     assert_same(ckptconv.load(path, "cuda:7"), torch.load(path, map_location="cuda:7"))
     report = ckptconv.convert(path, path, map_location="cuda:7", force=True)
-    assert "there are no tensors with data, so map_location='cuda:7' changed nothing" in report.notes
+    assert "no tensor has data, so map_location='cuda:7' changed nothing" in report.notes
 
 
 @pytest.mark.parametrize("location", ["cuda:300", "cpu:x", "xla:0", "", {"cuda:0": "meta"}])

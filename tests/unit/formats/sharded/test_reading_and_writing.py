@@ -630,7 +630,7 @@ def test_storages_remain_complete_in_the_format_of_torch(tmp_path: Path) -> None
 
 
 def test_notes_are_on_the_whole_set(tmp_path: Path, out: Path) -> None:
-    """A prefix that only some shards have in all names is not said to be in every name, and parameters are counted."""
+    """Notes count the parameters of the complete set, and report a prefix only if all names of the set have it."""
     source = tmp_path / "source.pt"
     torch.save({name: torch.nn.Parameter(torch.ones(9)) for name in ("module.a", "module.b", "c")}, source)
     of_parameters = "safetensors does not store requires_grad, which {} had"
