@@ -141,6 +141,7 @@ def test_every_command_counts(shape: str, command: str, tmp_path: Path, monkeypa
     assert not path.with_name("out.pt").exists()
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(
     "shape",
     [
@@ -191,6 +192,7 @@ def test_shared_parts_of_optimizers_and_tensors_are_charged_each_time(
         ckptconv.inspect(path)
 
 
+@pytest.mark.untraced
 def test_a_dict_that_loses_items_at_many_paths(tmp_path: Path) -> None:
     """A report contains the paths of all removed items at all positions of their dict, and these paths are charged."""
     shared = {str(i): i for i in range(1000)}
@@ -200,6 +202,7 @@ def test_a_dict_that_loses_items_at_many_paths(tmp_path: Path) -> None:
         ckptconv.convert(path, tmp_path / "out.pt", drop=["x/*"])
 
 
+@pytest.mark.untraced
 def test_states_without_one_attribute(tmp_path: Path) -> None:
     """An object can have any number of states, which are searched for each attribute. This search is charged."""
     state = b"}(" + b"".join(text(str(i)) + b"K\1" for i in range(1000)) + b"ub"

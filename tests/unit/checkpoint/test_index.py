@@ -69,6 +69,7 @@ def test_index_is_correct_during_edits(name: str, tmp_path: Path, monkeypatch: p
                     make_plan(checkpoint, tmp_path / "out", edits_from(**options), OutputOptions(format=format))
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("edits", EDITS)
 def test_index_is_correct_for_sharded_sets(edits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The index is correct for sharded sets that are merged, or split into the same or into other shards."""

@@ -145,6 +145,7 @@ def test_more_shards_than_the_soft_limit_of_open_files(tmp_path: Path) -> None:
     assert [*torch.load(tmp_path / "out.pt")] == [f"{i:03}" for i in range(150)]
 
 
+@pytest.mark.untraced
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "limit"), [("bin", 40), ("safetensors", 75)])
 def test_more_shards_than_files_can_be_open(kind: str, limit: int, tmp_path: Path) -> None:
@@ -189,6 +190,7 @@ assert main(["convert", "in", "--in-place", "--to", "cpu", "--add-prefix", "x"])
         assert content_of(tmp_path / "below" / target) == content_of(tmp_path / "above" / target)
 
 
+@pytest.mark.untraced
 def test_rows_stay_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards whose tensors are parsed as rows give the same summary and the same output as shards that are parsed
     without rows. Reading the summary expands only a few rows.

@@ -224,6 +224,7 @@ def test_every_protocol_gives_the_same_state_dict(name: str, protocol: int, tmp_
     assert_same_state(taken_out(tmp_path, model, pickle_protocol=protocol), model.state_dict())
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", list(MODULES))
 def test_inspect_lists_the_state_dict(name: str, tmp_path: Path) -> None:
     """`inspect` lists the class of a module, the names of its state dict in their order, and the path of each tensor.

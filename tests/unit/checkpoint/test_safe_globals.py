@@ -43,6 +43,7 @@ def test_allowlist_is_that_of_torch() -> None:
     assert set(safe._get_allowed_globals()) == {name for name in ALLOWED if rules.allow(name)}
 
 
+@pytest.mark.untraced
 def test_globals_that_imports_add() -> None:
     """The tables contain the globals that ``import torch``, and imports of torch's own modules, add to the
     allowlist.

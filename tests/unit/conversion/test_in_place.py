@@ -99,6 +99,7 @@ def test_change_and_undo(checkpoint: Path, edits: dict[str, Any]) -> None:
     assert not journal_path(checkpoint).exists()
 
 
+@pytest.mark.untraced
 @pytest.mark.slow
 @pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS)
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])

@@ -57,6 +57,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, number: int, at: int, function:
     return None
 
 
+@pytest.mark.untraced
 @pytest.mark.slow
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("no_undo", [False, True])

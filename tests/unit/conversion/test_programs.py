@@ -367,6 +367,7 @@ def mutant(value: Any, random: Random) -> None:
         value = value[key]
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("seed", range(2))
 def test_mutants(seed: int, tmp_path: Path) -> None:
     """A program with one changed value is moved completely, or refused with a CkptconvError."""

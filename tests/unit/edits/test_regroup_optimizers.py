@@ -321,6 +321,7 @@ LARGE: dict[str, Callable[[], tuple[dict[str, Any], str]]] = {
 }
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("case", LARGE)
 def test_repeated_reading_is_counted_as_work(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=100_000))

@@ -77,6 +77,7 @@ def test_the_output_equals_that_of_a_simple_program(folder: Path, source: str, t
 
 # In each process, torch warns once that nested, quantized, compressed sparse and complex32 tensors are experimental or
 # deprecated.
+@pytest.mark.untraced
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo(name: str, tmp_path: Path) -> None:

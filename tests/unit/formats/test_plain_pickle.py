@@ -102,6 +102,7 @@ def nested_storage(numbers: torch.Tensor, *, zipped: bool = False) -> bytes:
 # Objects of the zoo
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in (*WITHOUT_TENSORS, *UNTYPED)])
 def test_output_contains_the_same_object(write: Write, tmp_path: Path, name: str, protocol: int) -> None:
@@ -140,6 +141,7 @@ def test_pickles_without_tensors_are_refused(write: Write, name: str) -> None:
     unreadable(write(dumped(name, 4)), InputError, "a pickle without tensors")
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(
     # In its older format, torch creates nested tensors and generators before it reads their bytes.
     (

@@ -494,6 +494,7 @@ def test_damage_is_found(save: Save, method: int, record: str) -> None:
     unreadable(path, MalformedError)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", ["code/__torch__.py", "constants.pkl", "data.pkl"])
 def test_any_cut_of_a_record_ends_in_a_typed_error_or_in_less(save: Save, tmp_path: Path, name: str) -> None:
     """An archive with a truncated record is refused or gives no more tensors than before. Other errors do not occur."""

@@ -670,6 +670,7 @@ def test_output_of_inspect(tmp_path: Path, command: Command) -> None:
     )
 
 
+@pytest.mark.untraced
 @takes_nested
 def test_jagged_tensors(tmp_path: Path, command: Command) -> None:
     """torch loads jagged tensors only after a certain module was imported. A fresh process refuses the file. A process

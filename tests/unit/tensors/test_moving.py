@@ -663,6 +663,7 @@ def test_cycles() -> None:
     assert new["mixed"][1][0] is new["mixed"] and new["mixed"][0][0] is new["mixed"][1]
 
 
+@pytest.mark.untraced
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}, Frozen, lambda x: frozenset({x})])
 def test_nesting_of_any_depth(pretended: Pretended, wrap: Any) -> None:

@@ -197,6 +197,7 @@ def test_with_other_edits(tmp_path: Path) -> None:
     assert_same(found["a"], torch.arange(3.0, dtype=torch.float64))
 
 
+@pytest.mark.untraced
 @pytest.mark.filterwarnings("ignore")  # warnings about pickle protocols and about deprecated objects
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize("name", zoo.ZOO)

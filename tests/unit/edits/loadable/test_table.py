@@ -299,6 +299,7 @@ def test_nothing_to_do(tmp_path: Path, command: Command) -> None:
     command("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--loadable", err="plain data already")
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(
     "edits",
     [
@@ -312,7 +313,7 @@ def test_rows_of_tensors_are_not_expanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int, edits: Any
 ) -> None:
     """The nodes inside the rows of tensors are not created. The output is the same as if they were."""
-    net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(100)))
+    net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(40)))
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.ones(3)).sum().backward()
     optimizer.step()
@@ -327,7 +328,7 @@ def test_rows_of_tensors_are_not_expanded(
     monkeypatch.setattr(RowCall, "_make", lambda row, form: (expanded.append(row), made(row, form)))
     ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", force=True, **edits)
     assert (tmp_path / "b.pt").read_bytes() == before
-    assert len(expanded) < 100  # of 1,000: some for each form of rows
+    assert len(expanded) < 80  # of 400: some for each form of rows
 
 
 def test_the_docs_have_the_same_table() -> None:

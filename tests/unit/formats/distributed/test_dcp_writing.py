@@ -324,6 +324,7 @@ def sharing() -> dict[str, Any]:
     return {"w": torch.ones(1)} | {f"o{i}": (common, i) for i in range(2_000)}
 
 
+@pytest.mark.untraced
 @pytest.mark.slow
 @pytest.mark.parametrize("state", [nested(60), itself(), sharing()], ids=["paths", "itself", "objects"])
 def test_small_files_that_would_become_large(tmp_path: Path, state: dict[str, Any]) -> None:
@@ -339,6 +340,7 @@ def test_one_long_text_in_many_objects(tmp_path: Path, monkeypatch: pytest.Monke
     assert "too large" in str(error)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(
     "items",
     [

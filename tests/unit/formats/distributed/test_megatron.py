@@ -310,6 +310,7 @@ def test_from_megatron_to_dcp(iteration: Path, tmp_path: Path) -> None:
     assert all(torch.equal(state[name], tensor) for name, tensor in weights().items())
 
 
+@pytest.mark.untraced
 @pytest.mark.filterwarnings("ignore")
 def test_changed_metadata_is_read_like_torch(tmp_path: Path) -> None:
     """If ``.metadata`` with a few changed bytes is read by ckptconv and by torch, both read the same weights."""

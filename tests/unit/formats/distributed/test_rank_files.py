@@ -152,6 +152,7 @@ def renamed(files: list[Path], size: str) -> None:
         path.rename(path.with_name(path.name.replace("size_4", size)))
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("case", SETS)
 def test_one_verdict_on_a_set(case: str, runs: Path, tmp_path: Path, command: Command) -> None:
     """``inspect``, ``verify`` and ``convert`` refuse a folder for the same reason. ``verify`` also reports this reason

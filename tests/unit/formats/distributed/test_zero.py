@@ -492,6 +492,7 @@ def test_tags_that_lead_elsewhere(tmp_path: Path) -> None:
     assert ckptconv.inspect(nested).format == "DeepSpeed ZeRO"
 
 
+@pytest.mark.untraced
 def test_many_groups(tmp_path: Path) -> None:
     """A folder with many empty groups is merged. Such groups cost no more than their entries in the files."""
 

@@ -237,6 +237,7 @@ CHANGES: dict[str, tuple[Change, list[tuple[str, str]]]] = {
 }
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("what", CHANGES)
 def test_one_change_is_found_and_nothing_else(what: str, protocol: int, tmp_path: Path) -> None:
@@ -496,6 +497,7 @@ def test_numbers_that_share_a_byte_with_others(a: Any, b: Any, tmp_path: Path) -
     assert ckptconv.diff(left, right).same is (b is None)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", [name for name in BY_NAME if hasattr(torch, name)])
 def test_every_dtype(name: str, tmp_path: Path) -> None:
     """One changed element is counted in every dtype, contiguous or not. Values are compared with another dtype only if

@@ -767,6 +767,7 @@ def check_every_command(path: Path | str) -> Summary:
     return found
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("name", "protocol"), sampled(itertools.product(zoo.ZOO, range(2, 6))))
 def test_every_command_solves_its_issue(name: str, protocol: int) -> None:
     """The commands work for every object of the zoo, with tags that a machine without a GPU can judge."""
