@@ -381,6 +381,8 @@ class _Replayed(_Writer):
             if isinstance(node, Object):
                 calls += [(effect.order, node, effect) for effect in node.effects if effect.order is not None]
         for _, target, effect in sorted(calls, key=lambda call: call[0]):
+            if effect is None and id(target) in self.memo:  # an effect that an edit has added needed it earlier
+                continue
             self.push(_construction(target) if effect is None else [target, *_effect_steps(effect)])
             self.out += _POP
         self.push([self.graph.root])

@@ -322,8 +322,9 @@ def _needs_torch(plan: Plan) -> bool:
 def _tensors(summary: Summary) -> list[Any]:
     """Return the properties of the tensors in `summary` that do not depend on devices.
 
-    Tensors and storages are numbered in the order of their paths, because the order in the file can change. A key that
-    contains a complete torch file has no name until it is written again, so such keys are replaced.
+    Tensors and storages are numbered in the order of their paths, because the order in the file can change. So can the
+    first of several tied tensors. A key that contains a complete torch file has no name until it is written again, so
+    such keys are replaced.
     """
     named = [
         replace(tensor, name=None, path=_FILE_AS_KEY.sub("[?]", tensor.path))
@@ -331,10 +332,19 @@ def _tensors(summary: Summary) -> list[Any]:
         else tensor
         for tensor in summary.tensors
     ]
+    named.sort(key=lambda tensor: tensor.path)
     numbers: dict[object, int] = {}
+    first: dict[str, str] = {}  # the first path of each group of tied tensors
+    for tensor in named:
+        first.setdefault(tensor.tied_to or tensor.path, tensor.path)
     return [
-        replace(tensor, device=None, storage=numbers.setdefault(tensor.storage, len(numbers)))
-        for tensor in sorted(named, key=lambda tensor: tensor.path)
+        replace(
+            tensor,
+            device=None,
+            storage=numbers.setdefault(tensor.storage, len(numbers)),
+            tied_to=first[tensor.tied_to or tensor.path],
+        )
+        for tensor in named
     ]
 
 

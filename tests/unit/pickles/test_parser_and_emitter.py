@@ -26,7 +26,7 @@ from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable, obs
 from ckptconv.errors import CkptconvError, LimitError, MalformedError, UnsupportedError
 from ckptconv.limits import LIMITS, Limits
 from ckptconv.pickles.emitter import emit
-from ckptconv.pickles.graph import Blob, Global, Graph, imported_name, walk
+from ckptconv.pickles.graph import Blob, Dict, Global, Graph, imported_name, set_items, walk
 from ckptconv.pickles.machine import CODES
 from ckptconv.pickles.parser import parse
 from tests.support.judge import assert_same
@@ -296,6 +296,17 @@ def test_changes_and_reads_keep_their_order(name: str, protocol: int) -> None:
     """
     data = b"\x80" + bytes([protocol]) + ORDERS[name]
     assert trace(written(data)) == trace(data)
+
+
+def test_object_that_an_edit_uses_earlier_is_created_once() -> None:
+    """An edit can refer to an object before its position in the source. The object is still created only once."""
+    called = b"ccollections\nOrderedDict\n)R"
+    graph = graph_of(P2 + called + b"0}K\x01K\x01sX\x01\x00\x00\x00a" + called + b"s.")
+    assert graph.discarded and isinstance(graph.root, Dict)
+    _, (_, value) = graph.root.entries()
+    set_items(graph.root, ["b", value])
+    loaded = pickle.loads(b"".join(part for part in emit(graph, loadable=False) if isinstance(part, bytes)))
+    assert loaded["a"] is loaded["b"]
 
 
 def test_an_ordereddict_made_of_a_dict_that_grows_afterwards() -> None:
