@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["big_endian", "flip_bit", "records_of", "rezip", "rezipped", "turned", "without_crc32"]
+__all__ = ["big_endian", "flip_bit", "records_of", "rezip", "rezipped", "turned", "without_crc32", "without_sums"]
 
 
 def records_of(archive: Path | bytes) -> dict[str, bytes]:

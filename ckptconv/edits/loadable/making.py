@@ -105,8 +105,7 @@ def _refresh(checkpoint: Checkpoint, nodes: list[Node]) -> None:
     # so that bytes and sets are written with opcodes that torch's safe loader knows
     graph.used |= {CODES["BINBYTES"][0]}
     graph.globals = [node for node in nodes if isinstance(node, Global)]
-    graph.calls = [node for node in nodes if isinstance(node, Call)]
-    graph.has_inner_calls = True
+    graph.outer_calls = [node for node in nodes if isinstance(node, Call)]
     graph.references = [node for node in nodes if isinstance(node, PersistentId)]
     new = {id(reference.node): reference for reference in checkpoint.references if id(reference.node) in reached}
     checkpoint.references = [new[id(node)] for node in graph.references]
